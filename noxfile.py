@@ -1,0 +1,132 @@
+# /// script
+# dependencies = ["nox[uv]>=2025.2.9", "PyYAML"]
+# ///
+"""Test sessions: lint, types, unit tests, the demo, and one cell per row of compat_matrix.yaml.
+
+`nox` runs what every change must pass; `nox -s matrix` runs all rows, `nox -s matrix -- 4.57`
+those whose name contains "4.57".
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nox
+import yaml
+from packaging.version import Version
+
+ROOT = Path(__file__).parent
+RESULTS = ROOT / "results"
+EXPECTED = "tests/data/caps_5.24.0.json"
+TEST_TOOLS = ["pytest", "hypothesis"]
+#: Keys of a row that are not "package: version".
+ROW_SETTINGS = {"python", "torch", "resolution", "ci", "demo"}
+
+#: The wheel of this run, once it is built.
+BUILT: list[str] = []
+
+Row = dict[str, Any]
+ROWS: list[Row] = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))["tested"]
+
+
+def pins(row: Row) -> list[str]:
+    return [f"{key}=={row[key]}" for key in row if key not in ROW_SETTINGS]
+
+
+def name(row: Row) -> str:
+    """A row as people write it: "py3.11 transformers4.57.6 accelerate1.14.0 ..."."""
+    parts = [f"py{row['python']}", *(pin.replace("==", "") for pin in pins(row))]
+    parts += [str(row[key]) for key in ["resolution"] if key in row]
+    return "-".join(parts if row.get("torch", True) else [*parts, "no_torch"])
+
+
+def cells(rows: list[Row]) -> list[Any]:
+    return [nox.param(row["python"], row, id=name(row)) for row in rows]
+
+
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "types", "unit", "demo"]
+nox.options.sessions += [f"matrix({name(row)})" for row in ROWS if row.get("ci")]
+
+
+def torch_cpu(python: str) -> list[str]:
+    """Install arguments for a CPU build of torch; never a CUDA build.
+
+    From the folder that UV_FIND_LINKS or PIP_FIND_LINKS names where it has a wheel for this
+    Python, else from PyTorch's own CPU index.
+    """
+    tag = "cp" + python.replace(".", "")
+    folders = f"{os.environ.get('UV_FIND_LINKS', '')} {os.environ.get('PIP_FIND_LINKS', '')}"
+    for folder in folders.replace(",", " ").split():
+        wheels = Path(folder.replace("file://", "")).glob(f"torch-*+cpu-{tag}-{tag}-*.whl")
+        versions = [wheel.name.split("-")[1] for wheel in wheels]
+        if versions:
+            return ["--find-links", folder, f"torch=={max(versions, key=Version)}"]
+    return ["--torch-backend", "cpu", "torch"]
+
+
+def wheel(session: nox.Session) -> str:
+    """The project's wheel, built once per run from its sdist: packaging is tested with the code."""
+    out = session.cache_dir / "wheel"
+    if not BUILT:
+        shutil.rmtree(out, ignore_errors=True)
+        session.run_install("uv", "build", "--quiet", "--out-dir", str(out), str(ROOT))
+        BUILT.extend(str(path) for path in out.glob("*.whl"))
+    return BUILT[0]
+
+
+def junit(session: nox.Session) -> str:
+    return f"--junitxml={RESULTS / 'junit' / (session.name.replace('/', '-') + '.xml')}"
+
+
+def install_row(session: nox.Session, row: Row, *extra: str) -> None:
+    torch = torch_cpu(row["python"]) if row.get("torch", True) else []
+    resolution = ["--resolution", row["resolution"]] if "resolution" in row else []
+    try:
+        session.install("--quiet", *resolution, *torch, *pins(row), *extra, wheel(session))
+    except nox.command.CommandFailed:
+        session.error(f"cannot install {name(row)}")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    session.install("--quiet", "ruff==0.17.6")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    session.install("--quiet", "mypy==2.4.1", "types-PyYAML", "packaging")
+    session.run("mypy")
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Unit and property tests: no torch, seconds."""
+    session.install("--quiet", *TEST_TOOLS, wheel(session))
+    session.run("pytest", "tests/unit", junit(session), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python,row", cells(ROWS))
+def matrix(session: nox.Session, row: Row) -> None:
+    """One cell: a released combination, the project's wheel, tests/release."""
+    if not all(part in name(row) for part in session.posargs):
+        session.skip(f"its name does not contain {' '.join(session.posargs)}")
+    install_row(session, row, *TEST_TOOLS)
+    tests = ["tests/release"] if row.get("torch", True) else ["tests/unit", "tests/release"]
+    result = RESULTS / "cells" / f"{name(row)}.json"
+    session.run("pytest", *tests, junit(session), f"--cell-result={result}")
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
+def demo(session: nox.Session, row: Row) -> None:
+    """The error without the shim, the same model loading with it; simulated GPUs, no network."""
+    install_row(session, row)
+    session.run("bnb-dispatch-fix", "demo", *session.posargs)
