@@ -1,0 +1,93 @@
+"""Repairs the device-map planning of transformers and accelerate in place, on import.
+
+`import bnb_dispatch_fix` activates it, before or after transformers; nothing else has to be
+called. Until one of the two is imported this costs next to nothing: everything heavier than
+`sys` and `os` is loaded when there is something to patch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from bnb_dispatch_fix import tripwire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Iterable, Optional
+
+    from bnb_dispatch_fix.states import Status
+
+__version__ = "0.1.0"
+__all__ = ["activate", "deactivate", "status"]
+
+_TARGETS = ("transformers", "accelerate")
+
+
+def activate(features: Optional[Iterable[str]] = None, *, strict: bool = False) -> None:
+    """Patch what is imported, and the rest as soon as it is; safe to call again.
+
+    Args:
+        features: names out of "backport", "rescue", "explain"; None means those of the
+            environment variable BNB_DISPATCH_FIX (all, where it is not set). The variable
+            also bounds what can be asked for here.
+        strict: raise instead of going on.
+
+    Raises:
+        ValueError: a name in `features` is unknown (always, a typo in code is a bug).
+        bnb_dispatch_fix.activation.ActivationError: with `strict`, where a patch that is
+            missing here could not be applied; the message says which and why.
+    """
+    from bnb_dispatch_fix import activation
+
+    activation.activate(features, strict)
+
+
+def deactivate() -> None:
+    """Put the very same function objects back, and patch nothing until `activate()`.
+
+    Where somebody else has patched over a wrapper of ours it stays in place and passes
+    through; `status()` names who is on top.
+    """
+    from bnb_dispatch_fix import activation
+
+    activation.deactivate()
+
+
+def status() -> Status:
+    """What is patched, what is not, and why; looked up now, nothing is imported for it."""
+    from bnb_dispatch_fix import activation
+
+    return activation.status()
+
+
+def _start() -> None:
+    """Activate, or wait for the first import of a target; no exception leaves it."""
+    try:
+        if os.environ.get("BNB_DISPATCH_FIX", "").strip().lower() == "off":
+            return
+        if any(name in sys.modules for name in _TARGETS):
+            _activate_quietly()
+        else:
+            tripwire.Tripwire(_TARGETS, _activate_quietly).arm()
+    except Exception as error:
+        _say("could not start", error)
+
+
+def _activate_quietly() -> None:
+    try:
+        activate()
+    except Exception as error:
+        _say("could not activate", error)
+
+
+def _say(what: str, error: Exception) -> None:
+    try:
+        import logging
+
+        logging.getLogger(__name__).warning("bnb_dispatch_fix %s: %r", what, error)
+    except Exception:
+        pass  # without logging there is nobody to tell
+
+
+_start()

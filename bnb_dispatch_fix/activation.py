@@ -1,0 +1,314 @@
+"""The switchboard: wanted features and loaded modules in, patches and their states out.
+
+One rule keeps it free of deadlocks, because hooks run while Python holds import locks: nothing
+is imported, judged or hooked while its lock is held.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple
+
+import wrapt
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import backport
+from bnb_dispatch_fix.compat import (
+    Matrix,
+    MatrixError,
+    Seam,
+    in_range,
+    installed_version,
+    installed_versions,
+    load_matrix,
+    missing_by_version,
+)
+from bnb_dispatch_fix.features import FEATURES, SWITCH, checked, read_switch
+from bnb_dispatch_fix.patches import Patch, describe, found_at, original_of, wraps_ours
+from bnb_dispatch_fix.states import PatchStatus, Status
+from bnb_dispatch_fix.tripwire import Latecomer, is_importing
+from bnb_dispatch_fix.verdict import Verdict, judge
+
+logger = logging.getLogger("bnb_dispatch_fix")
+
+_NO_MATRIX = Matrix((), (), {})
+
+
+class ActivationError(RuntimeError):
+    """Raised by `activate(strict=True)` where a missing fix could not be applied."""
+
+
+class Switchboard:
+    """Which features are on, and one patch per seam that was applied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._wanted: FrozenSet[str] = frozenset()
+        self._off_because = "not activated"
+        self._patches: Dict[str, Patch] = {}
+        self._failures: Dict[str, str] = {}
+        self._awaited: Set[str] = set()
+        self._announced: Set[Tuple[str, str]] = set()
+        self._matrix: Optional[Matrix] = None
+        self._problem: Optional[str] = None
+
+    def activate(self, features: Optional[Iterable[str]], strict: bool) -> None:
+        """Switch features on, patch what is loaded and wait for the rest."""
+        switch = read_switch()
+        wanted = switch.allowed if features is None else switch.allowed & checked(features)
+        if switch.complaint:
+            logger.warning("%s", switch.complaint)
+        matrix = self._load()
+        with self._lock:
+            self._wanted = wanted
+            self._off_because = (
+                "not asked for" if switch.allowed else f"{SWITCH}={switch.text.strip()}"
+            )
+            for seam in matrix.seams:
+                if seam.feature not in wanted:
+                    self._take_away(seam.id)
+        for module in dict.fromkeys(s.module for s in matrix.seams if s.feature in wanted):
+            self._patch_or_wait(module)
+        if strict:
+            self._raise_if_incomplete()
+
+    def deactivate(self) -> None:
+        """Switch everything off and put back every original that is still under our wrapper."""
+        with self._lock:
+            self._wanted = frozenset()
+            self._off_because = "deactivate() was called"
+            for seam_id in list(self._patches):
+                self._take_away(seam_id)
+
+    def status(self) -> Status:
+        """Look at every seam now; imports nothing."""
+        matrix = self._load()
+        return Status(
+            version=bnb_dispatch_fix.__version__,
+            features=tuple(name for name in FEATURES if name in self._wanted),
+            installed=installed_versions(),
+            patches=tuple(self._look_at(seam, matrix) for seam in _expected(matrix)),
+            problem=self._problem,
+        )
+
+    def import_targets(self) -> None:
+        """Import every module that has a seam here; one that cannot be imported is `failed`."""
+        matrix = self._load()
+        for seam in _expected(matrix):
+            version = installed_version(seam.package)
+            if version is None or not in_range(version, seam.versions):
+                continue
+            try:
+                importlib.import_module(seam.module)
+            except Exception as error:
+                line = " ".join(str(error).split())
+                self._failures[seam.id] = (
+                    f"importing {seam.module} failed: {type(error).__name__}: {line}"
+                )
+
+    def _load(self) -> Matrix:
+        """The matrix, read once; an empty one, and `_problem`, where it cannot be read."""
+        if self._matrix is None:
+            try:
+                self._matrix, self._problem = load_matrix(), None
+            except MatrixError as error:
+                if self._problem is None:
+                    logger.warning("nothing is patched: %s", error)
+                self._problem = str(error)
+        return self._matrix or _NO_MATRIX
+
+    def _patch_or_wait(self, name: str) -> None:
+        """Patch the seams of a loaded module; leave word where it is not loaded yet."""
+        module = sys.modules.get(name)
+        if module is not None and not is_importing(module):
+            self._patch_module(module)
+            return
+        with self._lock:
+            if name in self._awaited:
+                return
+            self._awaited.add(name)
+        if module is None:
+            self._hook(name)
+        else:
+            sys.meta_path.insert(0, Latecomer(name, self._on_loaded))
+
+    def _hook(self, name: str) -> None:
+        """Have wrapt call when `name` has been imported.
+
+        Where another thread began that import a moment ago, wrapt calls at once, in this
+        thread and with a module that is not complete: then its end is awaited instead.
+        """
+        registering: Optional[int] = threading.get_ident()
+
+        def loaded(module: Any) -> None:
+            if registering == threading.get_ident():
+                with self._lock:
+                    self._awaited.discard(name)
+                self._patch_or_wait(name)
+            else:
+                self._on_loaded(module)
+
+        wrapt.register_post_import_hook(loaded, name)
+        registering = None
+
+    def _on_loaded(self, module: Any) -> None:
+        """Called when an awaited import has ended; an exception here would break that import."""
+        with self._lock:
+            self._awaited.discard(module.__name__)
+        self._patch_module(module)
+
+    def _patch_module(self, module: Any) -> None:
+        """Patch every wanted seam of a module that is loaded; no exception leaves it."""
+        for seam in self._load().seams:
+            if seam.module != module.__name__ or seam.feature not in self._wanted:
+                continue
+            try:
+                version = installed_version(seam.package)
+                if in_range(version, seam.versions):
+                    self._patch(seam, module, version)
+            except Exception as error:
+                self._failures[seam.id] = f"{type(error).__name__}: {error}"
+                logger.warning("%s.%s is not patched: %r", seam.module, seam.attribute, error)
+
+    def _patch(self, seam: Seam, module: Any, version: Optional[str]) -> None:
+        function = found_at(module, seam.attribute)
+        patch = self._patches.get(seam.id)
+        with self._lock:
+            if patch is not None and seam.feature in self._wanted:
+                patch.active = True  # somebody may have wrapped it: let it work from below
+        if patch is not None and patch.on_top() and patch.owner is module:
+            return
+        original = original_of(function)
+        verdict = judge(seam, self._load(), original, version)
+        if not verdict.patchable:
+            if verdict.lacks and patch is None:
+                logger.warning("%s.%s is not patched: %s", *_names(seam), verdict.reason)
+            return
+        patch = Patch(
+            module,
+            seam.attribute,
+            original,
+            backport.handler(seam.implementation, lambda error: _report_failure(seam, error)),
+        )
+        with self._lock:
+            if seam.feature not in self._wanted:
+                return
+            self._failures.pop(seam.id, None)
+            self._patches[seam.id] = patch
+            patch.apply()
+        self._announce(seam, verdict.reason)
+
+    def _take_away(self, seam_id: str) -> None:
+        """Undo a patch; one that is not on top any more stays, passing through."""
+        patch = self._patches.get(seam_id)
+        if patch is not None and patch.undo():
+            del self._patches[seam_id]
+
+    def _announce(self, seam: Seam, reason: str) -> None:
+        """One INFO line per function of a package; its other names are worth a DEBUG line."""
+        key = (seam.package, seam.implementation)
+        level = logging.DEBUG if key in self._announced else logging.INFO
+        self._announced.add(key)
+        logger.log(level, "patched %s.%s: %s", *_names(seam), reason)
+
+    def _raise_if_incomplete(self) -> None:
+        found = self.status()
+        if found.problem:
+            raise ActivationError(found.problem)
+        for patch in found.patches:
+            if patch.missing and patch.state != "pending":
+                raise ActivationError(
+                    f"{patch.module}.{patch.attribute} is {patch.state}: {patch.reason}"
+                )
+
+    def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
+        """The state of one seam, judged by what stands under its name now."""
+        version = installed_version(seam.package)
+        module = sys.modules.get(seam.module)
+        if module is None or is_importing(module):
+            missing = missing_by_version(matrix, seam, version)
+            return self._not_loaded(seam, version, missing)
+        top = found_at(module, seam.attribute)
+        verdict = judge(seam, matrix, original_of(top), version)
+        lacks = verdict.lacks
+        patch = self._patches.get(seam.id)
+        if seam.feature not in self._wanted:
+            return _found(seam, "disabled", self._off_because, missing=lacks)
+        if patch is not None:
+            return _look_at_patch(seam, patch, module, verdict)
+        if seam.id in self._failures:
+            return _found(seam, "failed", self._failures[seam.id], missing=lacks)
+        if verdict.patchable:
+            return _found(seam, "pending", "call activate() to patch it", missing=lacks)
+        state = "skipped" if lacks else "already-fixed"
+        return _found(seam, state, verdict.reason, missing=lacks)
+
+    def _not_loaded(
+        self, seam: Seam, version: Optional[str], missing: Tuple[int, ...]
+    ) -> PatchStatus:
+        """The state of a seam whose module is not imported, or not completely."""
+        if version is None and seam.package not in sys.modules:
+            return _found(seam, "skipped", f"{seam.package} is not installed")
+        if not in_range(version, seam.versions):
+            reason = f"{seam.package} {version} is not covered; expected {seam.versions}"
+            return _found(seam, "skipped", reason, missing=missing)
+        if seam.feature not in self._wanted:
+            return _found(seam, "disabled", self._off_because, missing=missing)
+        if seam.id in self._failures:
+            return _found(seam, "failed", self._failures[seam.id], missing=missing)
+        return _found(seam, "pending", f"{seam.module} is not imported yet", missing=missing)
+
+
+def _found(
+    seam: Seam,
+    state: str,
+    reason: str,
+    *,
+    fixes: Tuple[int, ...] = (),
+    missing: Tuple[int, ...] = (),
+) -> PatchStatus:
+    return PatchStatus(seam.id, seam.module, seam.attribute, state, fixes, reason, missing)
+
+
+def _look_at_patch(seam: Seam, patch: Patch, module: Any, verdict: Verdict) -> PatchStatus:
+    """The state of a seam that was patched: is our wrapper still the one that is called?"""
+    if patch.on_top() and patch.owner is module:
+        return _found(seam, "applied", verdict.reason, fixes=verdict.lacks)
+    top = found_at(module, seam.attribute)
+    if wraps_ours(top, patch):
+        return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")
+    reason = f"{describe(top)} stands in place of our wrapper; call activate() to patch it"
+    return _found(seam, "replaced", reason, missing=verdict.lacks)
+
+
+def _names(seam: Seam) -> Tuple[str, str]:
+    return seam.module, seam.attribute
+
+
+def _report_failure(seam: Seam, error: BaseException) -> None:
+    logger.warning(
+        "the backport of %s.%s failed, the installed function answered instead: %r",
+        seam.module,
+        seam.attribute,
+        error,
+    )
+
+
+def _expected(matrix: Matrix) -> List[Seam]:
+    """The seams the installed versions should have; all of a package's where none fits."""
+    found: List[Seam] = []
+    for package in matrix.packages():
+        mine = [seam for seam in matrix.seams if seam.package == package]
+        version = installed_version(package)
+        found += [seam for seam in mine if in_range(version, seam.versions)] or mine
+    return found
+
+
+_board = Switchboard()
+activate = _board.activate
+deactivate = _board.deactivate
+status = _board.status
+import_targets = _board.import_targets

@@ -1,0 +1,57 @@
+"""`get_balanced_memory` for accelerate, and for transformers 4.x, which plans with it."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, Mapping, Optional, Union
+
+from bnb_dispatch_fix.backport.balanced import (
+    Bytes,
+    Device,
+    balanced_caps,
+    largest_leaf_module,
+    no_split_names,
+)
+from bnb_dispatch_fix.backport.transformers_v5 import largest_instance
+
+#: What the namespace of the installed function must offer, and the parameters it must take.
+HELPERS = ("get_max_memory", "compute_module_sizes")
+PARAMETERS = (
+    "model",
+    "max_memory",
+    "no_split_module_classes",
+    "dtype",
+    "special_dtypes",
+    "low_zero",
+)
+
+
+def get_balanced_memory(
+    namespace: Mapping[str, Any],
+    model: Any,
+    max_memory: Optional[Mapping[Device, Union[int, str]]] = None,
+    no_split_module_classes: Optional[Union[str, Iterable[str]]] = None,
+    dtype: Any = None,
+    special_dtypes: Optional[Mapping[str, Any]] = None,
+    low_zero: bool = False,
+) -> Dict[Device, Bytes]:
+    """Balanced caps in bytes: accelerate's formula with the buffer of #47203 and #47211.
+
+    No accelerate release has either change (1.15.0 is the newest looked at). `namespace` is
+    that of the installed function: budgets and sizes come from the installed release.
+    """
+    budgets = namespace["get_max_memory"](max_memory)
+    sizes = namespace["compute_module_sizes"](model, dtype=dtype, special_dtypes=special_dtypes)
+    return balanced_caps(
+        budgets,
+        total=sizes[""],
+        largest_no_split=largest_instance(model, no_split_names(no_split_module_classes), sizes),
+        largest_leaf=largest_leaf_module(_tensors_only(sizes)),
+        low_zero=low_zero,
+        caller_set_budgets=max_memory is not None,
+    )
+
+
+def _tensors_only(sizes: Mapping[str, Bytes]) -> Dict[str, Bytes]:
+    """Drop the modules: accelerate lists tensors and modules in one dict, parents by prefix."""
+    parents = {name.rpartition(".")[0] for name in sizes if name}
+    return {name: size for name, size in sizes.items() if name and name not in parents}

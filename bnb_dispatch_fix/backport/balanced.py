@@ -1,0 +1,114 @@
+"""The arithmetic of balanced `max_memory` caps with the corrected buffer; pure, knows no torch.
+
+Rules and numbers: transformers PR #47203 (released in 5.14.0: the buffer covers the largest
+instance of every no-split class) and PR #47211 (released in 5.18.0: it also covers the largest
+leaf module). Everything around the buffer is the formula that transformers 5.24.0 and
+accelerate 1.15.0 share.
+"""
+
+from __future__ import annotations
+
+from typing import Dict, Iterable, List, Mapping, Optional, Tuple, Union
+
+Device = Union[int, str]
+Bytes = Union[int, float]
+
+#: Headroom over the largest indivisible piece, as a factor (unchanged since accelerate 0.12).
+BUFFER_FACTOR = 1.25
+#: Share of a lone accelerator that is planned when the caller gave no `max_memory`.
+LONE_DEVICE_SHARE = 0.9
+#: Keys of `max_memory` that are no accelerator.
+OFFLOAD_TARGETS = ("cpu", "disk")
+
+
+def balanced_caps(
+    budgets: Mapping[Device, Bytes],
+    total: Bytes,
+    largest_no_split: Bytes,
+    largest_leaf: Bytes,
+    *,
+    low_zero: bool = False,
+    caller_set_budgets: bool = True,
+) -> Dict[Device, Bytes]:
+    """Cap each accelerator but the last so that a model spreads over all of them.
+
+    Args:
+        budgets: bytes per device in planning order, as `get_max_memory` returned them.
+        total: bytes of the whole model.
+        largest_no_split: bytes of the largest module that may not be split; 0 if there is none.
+        largest_leaf: bytes of the largest leaf module; 0 if there is none.
+        low_zero: keep GPU 0 as empty as the others allow ("balanced_low_0").
+        caller_set_budgets: False where the budgets are free memory; a lone accelerator then
+            keeps 10 % back.
+
+    Returns:
+        A new dict with the keys and order of `budgets`, in bytes. Budgets without any
+        accelerator come back unchanged.
+    """
+    caps = dict(budgets)
+    accelerators = [d for d in caps if d not in OFFLOAD_TARGETS and caps[d] > 0]
+    if not accelerators:
+        return caps
+    if len(accelerators) == 1:
+        low_zero = False
+        if not caller_set_budgets:
+            _keep_share_back(caps)
+
+    share = total // (len(accelerators) - 1 if low_zero else len(accelerators))
+    share += int(BUFFER_FACTOR * max(largest_no_split, largest_leaf))
+
+    numbered = sorted(d for d in caps if isinstance(d, int) and caps[d] > 0)
+    for device in numbered[:-1]:
+        if not (low_zero and device == 0):
+            caps[device] = min(share, caps[device])
+    if low_zero and numbered:
+        lowest, others = _low_zero_devices(caps, numbered, len(accelerators))
+        left_over = max(0, total - sum(caps[d] for d in others))
+        caps[lowest] = min(left_over, caps[lowest])
+    return caps
+
+
+def _keep_share_back(caps: Dict[Device, Bytes]) -> None:
+    for device in caps:
+        if isinstance(device, int):
+            caps[device] *= LONE_DEVICE_SHARE
+            return
+
+
+def _low_zero_devices(
+    caps: Mapping[Device, Bytes], numbered: List[int], count: int
+) -> Tuple[int, Iterable[int]]:
+    """The device to keep empty and those that are filled first.
+
+    Upstream counts positions 0..n-1 and raises KeyError where such a device id is missing
+    (5.24.0 and accelerate 1.15.0 still do). Where its positions exist they are kept, for equal
+    numbers; otherwise the ids that are there are used.
+    """
+    positions = range(1, count)
+    if 0 in caps and all(position in caps for position in positions):
+        return 0, positions
+    return numbered[0], numbered[1:]
+
+
+def no_split_names(classes: Optional[Union[str, Iterable[str]]]) -> Tuple[str, ...]:
+    """Class names from any form callers pass: None, one name, a list, a tuple or a set."""
+    if classes is None:
+        return ()
+    if isinstance(classes, str):
+        return (classes,)
+    return tuple(classes)
+
+
+def largest_leaf_module(tensor_sizes: Mapping[str, Bytes]) -> Bytes:
+    """Bytes of the largest leaf module: a module's own tensors, summed under its name.
+
+    Args:
+        tensor_sizes: bytes of every parameter and buffer by its dotted name. A tensor on the
+            root belongs to no leaf module (as in transformers' `compute_module_sizes`).
+    """
+    leaves: Dict[str, Bytes] = {}
+    for name, size in tensor_sizes.items():
+        owner, dot, _ = name.rpartition(".")
+        if dot:
+            leaves[owner] = leaves.get(owner, 0) + size
+    return max(leaves.values(), default=0)

@@ -1,0 +1,74 @@
+"""The command `bnb-dispatch-fix`: one subcommand, one module that does the work."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Optional, Sequence
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix.states import Status
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bnb-dispatch-fix",
+        description="Loads 4-bit and 8-bit models that fit, with the transformers you have.",
+    )
+    parser.add_argument("--version", action="version", version=bnb_dispatch_fix.__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.required = True
+
+    status = commands.add_parser("status", help="what is patched here, what is not, and why")
+    status.add_argument("--json", action="store_true", help="machine-readable")
+    status.set_defaults(run=_status)
+
+    demo = commands.add_parser("demo", help="the error without the shim, and the load with it")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from bnb_dispatch_fix import activation
+
+    activation.import_targets()
+    found = activation.status()
+    if arguments.json:
+        import json
+
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print(status_table(found))
+    return 0 if found.complete else 1
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from bnb_dispatch_fix.demo import run_demo
+
+    return run_demo()
+
+
+def status_table(found: Status) -> str:
+    """Status as text: a line of versions, then a line per seam."""
+    versions = ", ".join(
+        f"{package} {version or '-'}" for package, version in found.installed.items()
+    )
+    lines = [
+        f"bnb-dispatch-fix {found.version}: {', '.join(found.features) or 'off'}",
+        versions,
+    ]
+    if found.problem:
+        lines.append(f"problem: {found.problem}")
+    rows = [
+        (f"{patch.module}.{patch.attribute}", patch.state, patch.reason) for patch in found.patches
+    ]
+    name_width = max((len(row[0]) for row in rows), default=0)
+    state_width = max((len(row[1]) for row in rows), default=0)
+    lines += [f"{name:{name_width}}  {state:{state_width}}  {why}" for name, state, why in rows]
+    return "\n".join(lines)
