@@ -10,12 +10,12 @@ import importlib
 import logging
 import sys
 import threading
-from typing import Any, Dict, FrozenSet, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import wrapt
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import backport
+from bnb_dispatch_fix import features as feature_switch
 from bnb_dispatch_fix.compat import (
     Matrix,
     MatrixError,
@@ -26,8 +26,8 @@ from bnb_dispatch_fix.compat import (
     load_matrix,
     missing_by_version,
 )
-from bnb_dispatch_fix.features import FEATURES, SWITCH, checked, read_switch
 from bnb_dispatch_fix.patches import Patch, describe, found_at, original_of, wraps_ours
+from bnb_dispatch_fix.replacements import handler
 from bnb_dispatch_fix.states import PatchStatus, Status
 from bnb_dispatch_fix.tripwire import Latecomer, is_importing
 from bnb_dispatch_fix.verdict import Verdict, judge
@@ -46,7 +46,6 @@ class Switchboard:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._wanted: FrozenSet[str] = frozenset()
         self._off_because = "not activated"
         self._patches: Dict[str, Patch] = {}
         self._failures: Dict[str, str] = {}
@@ -57,20 +56,28 @@ class Switchboard:
 
     def activate(self, features: Optional[Iterable[str]], strict: bool) -> None:
         """Switch features on, patch what is loaded and wait for the rest."""
-        switch = read_switch()
-        wanted = switch.allowed if features is None else switch.allowed & checked(features)
+        switch = feature_switch.read_switch()
+        wanted = (
+            switch.allowed
+            if features is None
+            else switch.allowed & feature_switch.checked(features)
+        )
         if switch.complaint:
             logger.warning("%s", switch.complaint)
         matrix = self._load()
         with self._lock:
-            self._wanted = wanted
+            feature_switch.switch_on(wanted)
             self._off_because = (
-                "not asked for" if switch.allowed else f"{SWITCH}={switch.text.strip()}"
+                "not asked for"
+                if switch.allowed
+                else f"{feature_switch.SWITCH}={switch.text.strip()}"
             )
             for seam in matrix.seams:
-                if seam.feature not in wanted:
+                if not wanted.intersection(seam.features):
                     self._take_away(seam.id)
-        for module in dict.fromkeys(s.module for s in matrix.seams if s.feature in wanted):
+        for module in dict.fromkeys(
+            s.module for s in matrix.seams if wanted.intersection(s.features)
+        ):
             self._patch_or_wait(module)
         if strict:
             self._raise_if_incomplete()
@@ -78,7 +85,7 @@ class Switchboard:
     def deactivate(self) -> None:
         """Switch everything off and put back every original that is still under our wrapper."""
         with self._lock:
-            self._wanted = frozenset()
+            feature_switch.switch_on(frozenset())
             self._off_because = "deactivate() was called"
             for seam_id in list(self._patches):
                 self._take_away(seam_id)
@@ -88,7 +95,7 @@ class Switchboard:
         matrix = self._load()
         return Status(
             version=bnb_dispatch_fix.__version__,
-            features=tuple(name for name in FEATURES if name in self._wanted),
+            features=tuple(name for name in feature_switch.FEATURES if name in feature_switch.on()),
             installed=installed_versions(),
             patches=tuple(self._look_at(seam, matrix) for seam in _expected(matrix)),
             problem=self._problem,
@@ -163,7 +170,7 @@ class Switchboard:
     def _patch_module(self, module: Any) -> None:
         """Patch every wanted seam of a module that is loaded; no exception leaves it."""
         for seam in self._load().seams:
-            if seam.module != module.__name__ or seam.feature not in self._wanted:
+            if seam.module != module.__name__ or not _on(seam):
                 continue
             try:
                 version = installed_version(seam.package)
@@ -177,13 +184,13 @@ class Switchboard:
         function = found_at(module, seam.attribute)
         patch = self._patches.get(seam.id)
         with self._lock:
-            if patch is not None and seam.feature in self._wanted:
+            if patch is not None and _on(seam):
                 patch.active = True  # somebody may have wrapped it: let it work from below
         if patch is not None and patch.on_top() and patch.owner is module:
             return
         original = original_of(function)
         verdict = judge(seam, self._load(), original, version)
-        if not verdict.patchable:
+        if verdict.state != "applied":
             if verdict.lacks and patch is None:
                 logger.warning("%s.%s is not patched: %s", *_names(seam), verdict.reason)
             return
@@ -191,10 +198,10 @@ class Switchboard:
             module,
             seam.attribute,
             original,
-            backport.handler(seam.implementation, lambda error: _report_failure(seam, error)),
+            handler(seam.implementation, lambda error: _report_failure(seam, error)),
         )
         with self._lock:
-            if seam.feature not in self._wanted:
+            if not _on(seam):
                 return
             self._failures.pop(seam.id, None)
             self._patches[seam.id] = patch
@@ -235,16 +242,15 @@ class Switchboard:
         verdict = judge(seam, matrix, original_of(top), version)
         lacks = verdict.lacks
         patch = self._patches.get(seam.id)
-        if seam.feature not in self._wanted:
+        if not _on(seam):
             return _found(seam, "disabled", self._off_because, missing=lacks)
         if patch is not None:
             return _look_at_patch(seam, patch, module, verdict)
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=lacks)
-        if verdict.patchable:
+        if verdict.state == "applied":
             return _found(seam, "pending", "call activate() to patch it", missing=lacks)
-        state = "skipped" if lacks else "already-fixed"
-        return _found(seam, state, verdict.reason, missing=lacks)
+        return _found(seam, verdict.state, verdict.reason, missing=lacks)
 
     def _not_loaded(
         self, seam: Seam, version: Optional[str], missing: Tuple[int, ...]
@@ -255,7 +261,7 @@ class Switchboard:
         if not in_range(version, seam.versions):
             reason = f"{seam.package} {version} is not covered; expected {seam.versions}"
             return _found(seam, "skipped", reason, missing=missing)
-        if seam.feature not in self._wanted:
+        if not _on(seam):
             return _found(seam, "disabled", self._off_because, missing=missing)
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=missing)
@@ -284,13 +290,17 @@ def _look_at_patch(seam: Seam, patch: Patch, module: Any, verdict: Verdict) -> P
     return _found(seam, "replaced", reason, missing=verdict.lacks)
 
 
+def _on(seam: Seam) -> bool:
+    return not feature_switch.on().isdisjoint(seam.features)
+
+
 def _names(seam: Seam) -> Tuple[str, str]:
     return seam.module, seam.attribute
 
 
 def _report_failure(seam: Seam, error: BaseException) -> None:
     logger.warning(
-        "the backport of %s.%s failed, the installed function answered instead: %r",
+        "the replacement of %s.%s failed, the installed function answered instead: %r",
         seam.module,
         seam.attribute,
         error,

@@ -36,7 +36,7 @@ class Seam(NamedTuple):
     """One name that is called: where it is, what stands behind it, what may be missing there."""
 
     id: str
-    feature: str
+    features: Tuple[str, ...]
     package: str
     versions: str
     module: str
@@ -138,12 +138,17 @@ def _parse(data: Any) -> Matrix:
 
 
 def _seam(entry: Mapping[str, Any]) -> Seam:
-    texts = {field: entry[field] for field in Seam._fields if field != "fixes"}
+    lists = ("features", "fixes")
+    texts = {field: entry[field] for field in Seam._fields if field not in lists}
     for field, value in texts.items():
         if not isinstance(value, str):
             raise TypeError(f"seam {entry.get('id')!r}: {field} is no text")
     SpecifierSet(entry["versions"])  # InvalidSpecifier is a ValueError
-    return Seam(fixes=tuple(int(pr) for pr in entry["fixes"]), **texts)
+    return Seam(
+        features=tuple(str(feature) for feature in entry["features"]),
+        fixes=tuple(int(pr) for pr in entry["fixes"]),
+        **texts,
+    )
 
 
 def installed_version(package: str) -> Optional[str]:

@@ -55,3 +55,17 @@ def checked(features: Iterable[str]) -> FrozenSet[str]:
             f"{', '.join(FEATURES)}"
         )
     return names
+
+
+_on: FrozenSet[str] = frozenset()
+
+
+def on() -> FrozenSet[str]:
+    """The features that are on in this process now; every wrapper asks at every call."""
+    return _on
+
+
+def switch_on(features: FrozenSet[str]) -> None:
+    """Make these the features that are on; all others are off."""
+    global _on
+    _on = features

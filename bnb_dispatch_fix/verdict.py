@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple, Optional, Tuple
 
-from bnb_dispatch_fix.backport import ADAPTERS
 from bnb_dispatch_fix.compat import Matrix, Seam
 from bnb_dispatch_fix.patches import describe
 from bnb_dispatch_fix.probe import probe_balanced_fault
 from bnb_dispatch_fix.recognition import source_fingerprint
+from bnb_dispatch_fix.replacements import REPLACEMENTS
 
 
 class Verdict(NamedTuple):
-    """`patchable` only where the fault is known or confirmed and the replacement fits."""
+    """What should become of a seam: `applied`, `already-fixed` or `skipped`.
 
-    patchable: bool
+    `lacks` are the PRs the code there does not have.
+    """
+
+    state: str
     lacks: Tuple[int, ...]
     reason: str
 
@@ -24,38 +27,38 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
     """Judge the function that stands behind `seam` now.
 
     A known fingerprint decides by the matrix. Unknown code is run on a toy model: it is
-    patchable where it shows the fault and offers what the replacement needs.
+    patched where it shows the fault and offers what the replacement needs.
     """
     if function is None:
-        return Verdict(False, seam.fixes, f"{seam.module} has no {seam.attribute}")
+        return Verdict("skipped", seam.fixes, f"{seam.module} has no {seam.attribute}")
     label = f"{seam.package} {version or 'of unknown version'}"
-    fingerprint = source_fingerprint(function)
-    known = matrix.known(seam.implementation, fingerprint)
-    if known is not None:
-        lacks = tuple(pr for pr in known.lacks if pr in seam.fixes)
-        if not lacks:
-            return Verdict(False, (), f"{label} has {_numbers(seam.fixes)}")
-        misfit = _misfit(seam, function)
-        if misfit:
-            return Verdict(False, lacks, misfit)
-        return Verdict(True, lacks, f"{label} lacks {_numbers(lacks)}")
-    return _judge_by_behaviour(seam, matrix, function, label, version)
-
-
-def _judge_by_behaviour(
-    seam: Seam, matrix: Matrix, function: Any, label: str, version: Optional[str]
-) -> Verdict:
     misfit = _misfit(seam, function)
+    known = matrix.known(seam.implementation, source_fingerprint(function))
+    if known is None:
+        if misfit:
+            return Verdict(
+                "skipped", seam.fixes, f"unknown source in {describe(function)}: {misfit}"
+            )
+        return _judge_by_behaviour(seam, function, label)
+    lacks = tuple(pr for pr in known.lacks if pr in seam.fixes)
+    if seam.fixes and not lacks:
+        return Verdict("already-fixed", (), f"{label} has {_numbers(seam.fixes)}")
     if misfit:
-        return Verdict(False, seam.fixes, f"unknown source in {describe(function)}: {misfit}")
+        return Verdict("skipped", lacks, misfit)
+    return Verdict("applied", lacks, f"{label} lacks {_numbers(lacks)}" if lacks else label)
+
+
+def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
+    if not seam.fixes:
+        return Verdict("applied", (), f"{label}: unknown source, signature as expected")
     probe = probe_balanced_fault(function)
     confirmed = tuple(pr for pr in seam.fixes if pr in probe.confirmed)
     if confirmed:
-        return Verdict(True, confirmed, f"{label}: unknown source, fault confirmed by behaviour")
+        return Verdict("applied", confirmed, f"{label}: unknown source, fault confirmed")
     if all(pr in probe.ruled_out for pr in seam.fixes):
-        return Verdict(False, (), f"{label} is not in the matrix; checked by behaviour")
+        return Verdict("already-fixed", (), f"{label} is not in the matrix; checked by behaviour")
     return Verdict(
-        False,
+        "skipped",
         seam.fixes,
         f"unknown source in {describe(function)}, and a toy model could not tell: {probe.reason}",
     )
@@ -63,18 +66,18 @@ def _judge_by_behaviour(
 
 def _misfit(seam: Seam, function: Any) -> Optional[str]:
     """Why the replacement cannot stand for `function`; None where it can."""
-    adapter = ADAPTERS[seam.implementation]
+    needs = REPLACEMENTS[seam.implementation]
     try:
         parameters = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
         return f"its signature cannot be read ({error})"
-    if parameters != adapter.parameters:
+    if not needs.accepts(parameters):
         return (
-            f"expected the parameters {', '.join(adapter.parameters)}, "
+            f"expected the parameters {', '.join(needs.parameters)}, "
             f"found {', '.join(parameters) or 'none'}"
         )
     helpers = getattr(function, "__globals__", {})
-    missing = [name for name in adapter.helpers if not callable(helpers.get(name))]
+    missing = [name for name in needs.helpers if not callable(helpers.get(name))]
     if missing:
         return f"its module has no {', '.join(missing)}"
     return None

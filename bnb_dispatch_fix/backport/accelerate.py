@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
 
 from bnb_dispatch_fix.backport.balanced import (
     Bytes,
@@ -13,7 +13,7 @@ from bnb_dispatch_fix.backport.balanced import (
 )
 from bnb_dispatch_fix.backport.transformers_v5 import largest_instance
 
-#: What the namespace of the installed function must offer, and the parameters it must take.
+#: What must stand beside the installed function, and the parameters it must take.
 HELPERS = ("get_max_memory", "compute_module_sizes")
 PARAMETERS = (
     "model",
@@ -26,7 +26,7 @@ PARAMETERS = (
 
 
 def get_balanced_memory(
-    namespace: Mapping[str, Any],
+    installed: Callable[..., Any],
     model: Any,
     max_memory: Optional[Mapping[Device, Union[int, str]]] = None,
     no_split_module_classes: Optional[Union[str, Iterable[str]]] = None,
@@ -36,9 +36,10 @@ def get_balanced_memory(
 ) -> Dict[Device, Bytes]:
     """Balanced caps in bytes: accelerate's formula with the buffer of #47203 and #47211.
 
-    No accelerate release has either change (1.15.0 is the newest looked at). `namespace` is
-    that of the installed function: budgets and sizes come from the installed release.
+    No accelerate release has either change (1.15.0 is the newest looked at). Budgets and
+    sizes come from the helpers beside the `installed` function.
     """
+    namespace = installed.__globals__
     budgets = namespace["get_max_memory"](max_memory)
     sizes = namespace["compute_module_sizes"](model, dtype=dtype, special_dtypes=special_dtypes)
     return balanced_caps(

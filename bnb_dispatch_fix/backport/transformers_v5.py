@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
 
 from bnb_dispatch_fix.backport.balanced import Bytes, Device, balanced_caps, no_split_names
 
-#: What the namespace of the installed function must offer, and the parameters it must take.
+#: What must stand beside the installed function, and the parameters it must take.
 HELPERS = ("get_max_memory", "compute_module_sizes")
 PARAMETERS = ("model", "max_memory", "no_split_module_classes", "hf_quantizer", "low_zero")
 
 
 def get_balanced_memory(
-    namespace: Mapping[str, Any],
+    installed: Callable[..., Any],
     model: Any,
     max_memory: Optional[Mapping[Device, Union[int, str]]] = None,
     no_split_module_classes: Optional[Union[str, Iterable[str]]] = None,
@@ -21,10 +21,11 @@ def get_balanced_memory(
 ) -> Dict[Device, Bytes]:
     """Balanced caps in bytes, equal to those of transformers 5.24.0 (#47203, #47211).
 
-    `namespace` is that of the installed function: budgets and sizes come from the installed
-    release. Differs from 5.24.0 where that raises: a no-split class without an instance
-    counts as 0 (5.14.0-5.24.0: ValueError), ids with gaps work with `low_zero` (KeyError).
+    Budgets and sizes come from the helpers beside the `installed` function. Differs from
+    5.24.0 where that raises: a no-split class without an instance counts as 0 (5.14.0-5.24.0:
+    ValueError), ids with gaps work with `low_zero` (KeyError).
     """
+    namespace = installed.__globals__
     budgets = namespace["get_max_memory"](max_memory)
     sizes, leaf_sizes = namespace["compute_module_sizes"](model, hf_quantizer)
     names = no_split_names(no_split_module_classes)

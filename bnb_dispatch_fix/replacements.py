@@ -1,0 +1,68 @@
+"""What is put in place of each implementation, and what it needs to stand there."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
+
+from bnb_dispatch_fix.backport import accelerate, transformers_v5
+from bnb_dispatch_fix.patches import Handler
+
+
+class Replacement(NamedTuple):
+    """A function `(installed function, *args, **kwargs)`, and its conditions.
+
+    `parameters` are those the installed function must have: all of them and no others where
+    it is replaced (`exact`), at least these where it is only wrapped. `helpers` must be
+    callable beside it.
+    """
+
+    function: Callable[..., Any]
+    parameters: Tuple[str, ...]
+    helpers: Tuple[str, ...] = ()
+    exact: bool = False
+
+    def accepts(self, parameters: Tuple[str, ...]) -> bool:
+        """Whether an installed function with these parameters can be stood for."""
+        if self.exact:
+            return parameters == self.parameters
+        return set(self.parameters) <= set(parameters)
+
+
+#: By the key of the implementation (see `implementations` in the matrix).
+REPLACEMENTS: Mapping[str, Replacement] = {
+    "transformers.get_balanced_memory": Replacement(
+        transformers_v5.get_balanced_memory,
+        transformers_v5.PARAMETERS,
+        transformers_v5.HELPERS,
+        exact=True,
+    ),
+    "accelerate.get_balanced_memory": Replacement(
+        accelerate.get_balanced_memory,
+        accelerate.PARAMETERS,
+        accelerate.HELPERS,
+        exact=True,
+    ),
+}
+
+
+def handler(implementation: str, on_failure: Callable[[BaseException], None]) -> Handler:
+    """The handler a patch calls.
+
+    Where a function is replaced, an error of the replacement counts only if the installed
+    function raises too: bad arguments raise what the installed release raises, and a fault
+    here costs nobody a model that loaded.
+    """
+    replacement = REPLACEMENTS[implementation]
+
+    def wrap(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        return replacement.function(wrapped, *args, **kwargs)
+
+    def replace(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        try:
+            return replacement.function(wrapped, *args, **kwargs)
+        except Exception as error:
+            result = wrapped(*args, **kwargs)
+            on_failure(error)
+            return result
+
+    return replace if replacement.exact else wrap
