@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 import types
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,14 +26,22 @@ EIGHT_SMALL_GPUS: Dict[Device, int] = {**dict.fromkeys(range(8), 1_468_006), "cp
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `from_pretrained` decided: a device map it went on with, or the error it raised."""
+    """What `from_pretrained` decided: the device map, and the error if it refused that map.
+
+    `device_map` is None where the error came before there was a map.
+    """
 
     device_map: Optional[Dict[str, Device]]
     error: Optional[Exception]
 
     @property
+    def loads_on_gpus(self) -> bool:
+        """Whether it went on to load, with nothing on the CPU or the disk."""
+        return self.error is None and not self.offloaded
+
+    @property
     def offloaded(self) -> bool:
-        """Whether a module went to the CPU or the disk."""
+        """Whether a module was planned for the CPU or the disk."""
         return any(str(device) in ("cpu", "disk") for device in (self.device_map or {}).values())
 
 
@@ -98,8 +107,8 @@ def plan_checkpoint(
         except _Planned as planned:
             return Outcome(planned.device_map, None)
         except Exception as error:
-            return Outcome(None, error)
-    raise AssertionError("from_pretrained returned although its loading step was replaced")
+            return Outcome(_refused_map(error), error)
+    raise AssertionError("from_pretrained returned, although its loading step was replaced")
 
 
 @contextmanager
@@ -128,6 +137,16 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
         if free is not None:
             _report_free_memory(stack, free)
         yield
+
+
+def _refused_map(error: Exception) -> Optional[Dict[str, Device]]:
+    """The device map in the frames an error came through: no release attaches it."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        device_map = frame.f_locals.get("device_map")
+        if isinstance(device_map, dict):
+            found = device_map
+    return found
 
 
 def _import_bitsandbytes_into_transformers() -> None:
