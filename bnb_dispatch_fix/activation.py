@@ -26,7 +26,7 @@ from bnb_dispatch_fix.compat import (
     load_matrix,
     missing_by_version,
 )
-from bnb_dispatch_fix.patches import Patch, describe, found_at, original_of, wraps_ours
+from bnb_dispatch_fix.patches import Patch, describe, found_at, locate, original_of, wraps_ours
 from bnb_dispatch_fix.replacements import handler
 from bnb_dispatch_fix.states import PatchStatus, Status
 from bnb_dispatch_fix.tripwire import Latecomer, is_importing
@@ -181,12 +181,13 @@ class Switchboard:
                 logger.warning("%s.%s is not patched: %r", seam.module, seam.attribute, error)
 
     def _patch(self, seam: Seam, module: Any, version: Optional[str]) -> None:
-        function = found_at(module, seam.attribute)
+        owner, attribute = locate(module, seam.attribute)
+        function = found_at(owner, attribute)
         patch = self._patches.get(seam.id)
         with self._lock:
             if patch is not None and _on(seam):
                 patch.active = True  # somebody may have wrapped it: let it work from below
-        if patch is not None and patch.on_top() and patch.owner is module:
+        if patch is not None and patch.on_top() and patch.owner is owner:
             return
         original = original_of(function)
         verdict = judge(seam, self._load(), original, version)
@@ -195,8 +196,8 @@ class Switchboard:
                 logger.warning("%s.%s is not patched: %s", *_names(seam), verdict.reason)
             return
         patch = Patch(
-            module,
-            seam.attribute,
+            owner,
+            attribute,
             original,
             handler(seam.implementation, lambda error: _report_failure(seam, error)),
         )
@@ -238,14 +239,15 @@ class Switchboard:
         if module is None or is_importing(module):
             missing = missing_by_version(matrix, seam, version)
             return self._not_loaded(seam, version, missing)
-        top = found_at(module, seam.attribute)
+        owner, attribute = locate(module, seam.attribute)
+        top = found_at(owner, attribute)
         verdict = judge(seam, matrix, original_of(top), version)
         lacks = verdict.lacks
         patch = self._patches.get(seam.id)
         if not _on(seam):
             return _found(seam, "disabled", self._off_because, missing=lacks)
         if patch is not None:
-            return _look_at_patch(seam, patch, module, verdict)
+            return _look_at_patch(seam, patch, owner, verdict)
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=lacks)
         if verdict.state == "applied":
@@ -279,11 +281,11 @@ def _found(
     return PatchStatus(seam.id, seam.module, seam.attribute, state, fixes, reason, missing)
 
 
-def _look_at_patch(seam: Seam, patch: Patch, module: Any, verdict: Verdict) -> PatchStatus:
+def _look_at_patch(seam: Seam, patch: Patch, owner: Any, verdict: Verdict) -> PatchStatus:
     """The state of a seam that was patched: is our wrapper still the one that is called?"""
-    if patch.on_top() and patch.owner is module:
+    if patch.on_top() and patch.owner is owner:
         return _found(seam, "applied", verdict.reason, fixes=verdict.lacks)
-    top = found_at(module, seam.attribute)
+    top = found_at(owner, patch.attribute)
     if wraps_ours(top, patch):
         return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")
     reason = f"{describe(top)} stands in place of our wrapper; call activate() to patch it"

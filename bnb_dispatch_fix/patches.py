@@ -71,6 +71,16 @@ class Patch:
         return self._handler(wrapped, args, kwargs)
 
 
+def locate(module: Any, dotted: str) -> Tuple[Any, str]:
+    """The object that stores a seam's name, and the name: a module, or a class in it.
+
+    Where that class is gone, the module and the whole dotted name, under which nothing stands.
+    """
+    owner_name, dot, attribute = dotted.rpartition(".")
+    owner = vars(module).get(owner_name) if dot else module
+    return (module, dotted) if owner is None else (owner, attribute)
+
+
 def found_at(owner: Any, attribute: str) -> Any:
     """What stands under a name now, as it is stored there; None where the name is gone."""
     return vars(owner).get(attribute)

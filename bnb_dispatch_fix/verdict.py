@@ -31,6 +31,7 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
     """
     if function is None:
         return Verdict("skipped", seam.fixes, f"{seam.module} has no {seam.attribute}")
+    function = getattr(function, "__func__", function)  # a class method is judged by its function
     label = f"{seam.package} {version or 'of unknown version'}"
     misfit = _misfit(seam, function)
     known = matrix.known(seam.implementation, source_fingerprint(function))
