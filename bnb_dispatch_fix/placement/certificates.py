@@ -1,0 +1,233 @@
+"""Proofs that no placement exists, and a checker that knows nothing of how they were found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import (
+    TYPE_CHECKING,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
+
+if TYPE_CHECKING:
+    from .packing import Device, Unit
+
+# Beyond this many intermediate results the checker does not try to follow a proof.
+CHECK_LIMIT = 300_000
+
+
+class CannotVerify(Exception):
+    """The proof is too long to be checked independently; it is neither confirmed nor refuted."""
+
+
+@dataclass(frozen=True)
+class TotalTooLarge:
+    """All units together need more than all budgets (bytes), or no budget is above 0."""
+
+    needed: int
+    usable: int
+
+    def describe(self) -> str:
+        """Return one line of English, sizes in GiB."""
+        if self.usable == 0:
+            return f"needs {_gib(self.needed)} GiB, no device has a budget"
+        short = _gib(self.needed - self.usable)
+        return (
+            f"needs {_gib(self.needed)} GiB, usable {_gib(self.usable)} GiB: short by {short} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class UnitTooLarge:
+    """These units (more than one if their weights are tied) need more than the largest budget."""
+
+    names: Tuple[str, ...]
+    needed: int
+    largest_budget: int
+
+    def describe(self) -> str:
+        """Return one line of English, sizes in GiB."""
+        names = " + ".join(f"`{name}`" for name in self.names)
+        what = f"{names} alone needs" if len(self.names) == 1 else f"{names} (tied) together need"
+        return (
+            f"{what} {_gib(self.needed)} GiB, the largest budget is {_gib(self.largest_budget)} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class TooManyLarge:
+    """Of `count` units of at least `size` bytes each device holds no more than `fits` says."""
+
+    size: int
+    count: int
+    fits: Tuple[Tuple[Device, int], ...]
+
+    def describe(self) -> str:
+        """Return one line of English, sizes in GiB."""
+        numbers = {number for _, number in self.fits}
+        if len(numbers) == 1:
+            each = f"{numbers.pop()} fit on each of {len(self.fits)} devices"
+        else:
+            each = ", ".join(f"{number} fit on {device}" for device, number in self.fits)
+        total = sum(number for _, number in self.fits)
+        return (
+            f"{self.count} units of at least {_gib(self.size)} GiB: {each}, {total} < {self.count}"
+        )
+
+
+@dataclass(frozen=True)
+class RoomUnusable:
+    """No set of the units of at least `size` bytes fills more of a device than `usable` bytes."""
+
+    size: int
+    needed: int
+    usable: Tuple[Tuple[Device, int], ...]
+
+    def describe(self) -> str:
+        """Return one line of English, sizes in GiB."""
+        numbers = {number for _, number in self.usable}
+        if len(numbers) == 1:
+            each = f"{_gib(numbers.pop())} GiB of each of {len(self.usable)} devices"
+        else:
+            each = ", ".join(f"{_gib(number)} GiB of {device}" for device, number in self.usable)
+        total = sum(number for _, number in self.usable)
+        return (
+            f"the units of at least {_gib(self.size)} GiB need {_gib(self.needed)} GiB, but they "
+            f"cannot be divided and fill at most {each}: {_gib(total)} GiB"
+        )
+
+
+@dataclass(frozen=True)
+class SearchComplete:
+    """All ways to divide the units (tied ones count as one) among the devices were searched."""
+
+    units: int
+    devices: int
+
+    def describe(self) -> str:
+        """Return one line of English."""
+        return (
+            f"searched completely: no way to divide {self.units} units among {self.devices} devices"
+        )
+
+
+Certificate = Union[TotalTooLarge, UnitTooLarge, TooManyLarge, RoomUnusable, SearchComplete]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def verify(certificate: Certificate, units: Sequence[Unit], budgets: Mapping[Device, int]) -> bool:
+    """Tell whether the certificate proves that no placement of the units exists.
+
+    Everything is computed again from the units and budgets (bytes). For SearchComplete this is a
+    search of its own, breadth first over what is left for the remaining devices.
+    Raises CannotVerify where that, or RoomUnusable, takes more than CHECK_LIMIT results.
+    """
+    usable = {device: budget for device, budget in budgets.items() if budget > 0}
+    together = _tied_sizes(units)
+    sizes = [size for size, _ in together]
+    if isinstance(certificate, TotalTooLarge):
+        matches = certificate == TotalTooLarge(sum(sizes), sum(usable.values()))
+        return matches and bool(units) and (sum(sizes) > sum(usable.values()) or not usable)
+    if isinstance(certificate, UnitTooLarge):
+        limit = certificate.largest_budget
+        known = (certificate.needed, certificate.names) in together
+        return (
+            known
+            and all(budget <= limit for budget in usable.values())
+            and certificate.needed > limit
+        )
+    if isinstance(certificate, TooManyLarge):
+        fits = dict(certificate.fits)
+        return (
+            certificate.size > 0
+            and fits.keys() == usable.keys()
+            and all((fits[device] + 1) * certificate.size > usable[device] for device in usable)
+            and sum(size >= certificate.size for size in sizes) >= certificate.count
+            and certificate.count > sum(fits.values())
+        )
+    if isinstance(certificate, RoomUnusable):
+        return _room_is_unusable(certificate, sizes, usable)
+    return not _divisible([size for size in sizes if size], sorted(usable.values()))
+
+
+def _tied_sizes(units: Sequence[Unit]) -> List[Tuple[int, Tuple[str, ...]]]:
+    """Return (bytes, names) of what has to share a device."""
+    found: Dict[Tuple[str, Union[int, str]], List[Unit]] = {}
+    for position, unit in enumerate(units):
+        key = ("alone", position) if unit.tie is None else ("tied", unit.tie)
+        found.setdefault(key, []).append(unit)
+    return [(sum(u.size for u in group), tuple(u.name for u in group)) for group in found.values()]
+
+
+def _room_is_unusable(
+    certificate: RoomUnusable, sizes: Sequence[int], usable: Mapping[Device, int]
+) -> bool:
+    large = [size for size in sizes if size >= certificate.size]
+    claimed = dict(certificate.usable)
+    if sum(large) != certificate.needed or claimed.keys() != usable.keys():
+        return False
+    if certificate.needed <= sum(claimed.values()):
+        return False
+    for budget, claim in {(budget, claimed[device]) for device, budget in usable.items()}:
+        if _least_left_over(large, budget) < budget - claim:
+            return False
+    return True
+
+
+def _least_left_over(sizes: Sequence[int], budget: int) -> int:
+    """Return the least room that a set of the sizes leaves of the budget."""
+    rooms: Set[int] = {budget}
+    for size in sorted(sizes):
+        rooms |= {room - size for room in rooms if room >= size}
+        if len(rooms) > CHECK_LIMIT:
+            raise CannotVerify(f"more than {CHECK_LIMIT} different loads of one device")
+    return min(rooms)
+
+
+def _divisible(sizes: Sequence[int], budgets: Sequence[int]) -> bool:
+    """Tell whether the sizes can be divided among the budgets."""
+    kinds = sorted(set(sizes))
+    left = {tuple(sizes.count(kind) for kind in kinds)}
+    work = 0
+    for number, budget in enumerate(budgets, 1):
+        later = sum(budgets[number:])
+        after = set()
+        for counts in left:
+            for rest in _maximal_loads(kinds, counts, budget):
+                work += 1
+                if work > CHECK_LIMIT:
+                    raise CannotVerify(f"more than {CHECK_LIMIT} loads of the devices")
+                if (
+                    rest is not None
+                    and sum(kind * count for kind, count in zip(kinds, rest)) <= later
+                ):
+                    after.add(rest)
+        left = after
+    return any(not any(counts) for counts in left)
+
+
+def _maximal_loads(
+    kinds: Sequence[int], counts: Tuple[int, ...], budget: int
+) -> Iterator[Optional[Tuple[int, ...]]]:
+    """Yield what remains of the counts for each load, None if something could be added to it."""
+    partial: List[Tuple[Tuple[int, ...], int, Optional[int]]] = [((), budget, None)]
+    while partial:
+        rest, room, missing = partial.pop()
+        at = len(rest)
+        if at == len(kinds):
+            yield rest if missing is None or room < missing else None
+            continue
+        for taken in range(min(counts[at], room // kinds[at]) + 1):
+            left = counts[at] - taken
+            smallest = kinds[at] if left and missing is None else missing
+            partial.append(((*rest, left), room - taken * kinds[at], smallest))

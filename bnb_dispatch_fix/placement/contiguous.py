@@ -1,0 +1,265 @@
+"""Exact search for placements in which every device holds one run of the model."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate, combinations, product
+from math import prod
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+# Device index, first step, step after the last one.
+Segment = Tuple[int, int, int]
+# What to do with one tie group: the members in [first, last] share a run with all that lies
+# between them; of the others, which follow from a distance, those in `cuts` lie on a change.
+_TieChoice = Tuple[int, int, Tuple[int, ...]]
+
+# More combinations of tie choices than this are not tried (three tie groups of two have 27).
+TIE_CHOICES = 64
+# States kept per number of runs; 16 devices with 16 different budgets have at most 12,870.
+STATES = 1 << 14
+
+
+class _Trail(NamedTuple):
+    """The last run of a partial placement, and the runs before it."""
+
+    segment: Segment
+    before: Optional[_Trail]
+
+
+# Position reached, budgets used up, runs so far; by state.
+_Layer = Dict[int, Tuple[int, int, Optional[_Trail]]]
+
+
+class Steps(NamedTuple):
+    """The model as a line of steps, each a stretch of units that stays together anyway.
+
+    The bytes of a tie group count at its first step; its later steps have size 0.
+    """
+
+    sizes: List[int]
+    groups: List[int]  # tie group of each step, -1 where it has none
+    starts: List[int]  # first unit of each step
+    embedding: int  # step of the input embedding, -1 where there is none
+
+
+class Chain(NamedTuple):
+    """The steps as a line of items that one run covers whole, for one choice of tie handling."""
+
+    prefix: List[int]  # bytes before each item, and the total
+    owner: Sequence[int]  # item of each step
+    cuts: Tuple[int, ...]  # items at which a run must start, ascending
+    embedding: int  # item of the input embedding, or -1
+
+
+def tie_groups(groups: Sequence[int]) -> Dict[int, List[int]]:
+    """Return the steps of each tie group that has more than one."""
+    members: Dict[int, List[int]] = {}
+    for step, group in enumerate(groups):
+        if group >= 0:
+            members.setdefault(group, []).append(step)
+    return {group: steps for group, steps in members.items() if len(steps) > 1}
+
+
+def chains(steps: Steps) -> Tuple[List[Chain], bool]:
+    """Return a chain per way to handle the ties, and whether these are all ways."""
+    members = list(tie_groups(steps.groups).values())
+    if not members:
+        prefix = [0, *accumulate(steps.sizes)]
+        return [Chain(prefix, range(len(steps.sizes)), (), steps.embedding)], True
+    last = len(steps.sizes) - 1
+    choices = [list(_tie_choices(positions, last)) for positions in members]
+    complete = prod(map(len, choices)) <= TIE_CHOICES
+    together = product(*choices) if complete else _in_step(choices)
+    built = [_chain(steps, members, chosen) for chosen in together]
+    return [chain for chain in built if chain is not None], complete
+
+
+def _in_step(choices: Sequence[Sequence[_TieChoice]]) -> Iterator[Tuple[_TieChoice, ...]]:
+    """Yield the combinations in which every group makes the same choice."""
+    for number in range(min(TIE_CHOICES, max(map(len, choices)))):
+        yield tuple(options[min(number, len(options) - 1)] for options in choices)
+
+
+def _tie_choices(positions: Sequence[int], last_step: int) -> Iterator[_TieChoice]:
+    count = len(positions)
+    for detached in range(count):
+        for first in range(detached + 1):
+            final = first + count - 1 - detached
+            far = [p for p in (*positions[:first], *positions[final + 1 :]) if 0 < p < last_step]
+            for cut_count in range(len(far) + 1):
+                for cuts in combinations(far, cut_count):
+                    yield positions[first], positions[final], cuts
+
+
+def _chain(
+    steps: Steps, members: Sequence[Sequence[int]], chosen: Sequence[_TieChoice]
+) -> Optional[Chain]:
+    """Build the chain of one choice per tie group; None where the choices contradict."""
+    merged_until: Dict[int, int] = {}
+    anchor_of: Dict[int, int] = {}
+    for positions, (first, last, _) in zip(members, chosen):
+        merged_until[first] = max(last, merged_until.get(first, 0))
+        anchor_of.update((p, first) for p in positions if not first <= p <= last)
+    wanted_cuts = {cut for _, _, cuts in chosen for cut in cuts}
+
+    owner = []
+    cuts = []
+    items = 0
+    together = -1  # the steps up to here belong to the item that was started last
+    for step in range(len(steps.sizes)):
+        if step in anchor_of:
+            if step in wanted_cuts:
+                if step <= together:
+                    return None
+                cuts.append(items)
+            owner.append(-1)
+        else:
+            items += step > together
+            owner.append(items - 1)
+        together = max(together, merged_until.get(step, -1))
+    for step, anchor in anchor_of.items():
+        owner[step] = owner[anchor]
+    sizes = [0] * items
+    for item, size in zip(owner, steps.sizes):
+        sizes[item] += size
+    inner_cuts = tuple(sorted({cut for cut in cuts if 0 < cut < items}))
+    embedding = owner[steps.embedding] if steps.embedding >= 0 else -1
+    return Chain([0, *accumulate(sizes)], owner, inner_cuts, embedding)
+
+
+def _reach(chain: Chain, start: int, cap: int) -> int:
+    """Return the item after the last one of the longest run from `start` within `cap` bytes."""
+    end = bisect_right(chain.prefix, chain.prefix[start] + cap) - 1
+    for cut in chain.cuts:
+        if start < cut < end:
+            return cut
+    return end
+
+
+def in_device_order(
+    chain: Chain, caps: Sequence[int], runs: int, embedding_first: bool
+) -> Optional[List[Segment]]:
+    """Return the placement with the fewest runs, at most `runs`, in device order.
+
+    The furthest item that r runs on the first devices can reach is all that counts: a run that
+    starts later ends later.
+    """
+    total = len(chain.prefix) - 1
+    furthest = [0] + [-1] * runs
+    trail: List[Optional[_Trail]] = [None] * (runs + 1)
+    for device, cap in enumerate(caps):
+        for run in range(min(runs, device + 1), 0, -1):
+            start = furthest[run - 1]
+            if start < 0:
+                continue
+            end = _reach(chain, start, cap)
+            if run == 1 and embedding_first and end <= chain.embedding:
+                continue
+            if end > start and end > furthest[run]:
+                furthest[run] = end
+                trail[run] = _Trail((device, start, end), trail[run - 1])
+    for run in range(1, runs + 1):
+        if furthest[run] == total:
+            return _unwind(trail[run])
+    return None
+
+
+def _unwind(trail: Optional[_Trail]) -> List[Segment]:
+    """Return the segments of a linked trail; a segment ends where the next one starts."""
+    segments: List[Segment] = []
+    limit: Optional[int] = None
+    while trail is not None:
+        device, start, end = trail.segment
+        trail = trail.before
+        end = end if limit is None else min(end, limit)
+        if start < end:
+            segments.append((device, start, end))
+            limit = start
+    return segments[::-1]
+
+
+class AnyOrder:
+    """Search over the orders of the devices; `exact` turns False once states were left out."""
+
+    def __init__(self) -> None:
+        self.exact = True
+
+    def __call__(
+        self, chain: Chain, caps: Sequence[int], runs: int, embedding_first: bool
+    ) -> Optional[List[Segment]]:
+        """Return a placement with the fewest runs, at most `runs`, in any order of devices."""
+        if not embedding_first or chain.embedding < 0:
+            return self._search(chain, caps, runs, -1)
+        tried = set()
+        for first, cap in enumerate(caps):
+            # With an equal budget, the earlier device leaves more devices behind it.
+            if cap > 0 and cap not in tried:
+                tried.add(cap)
+                later = [0] * first + list(caps[first:])
+                found = self._search(chain, later, runs, first)
+                if found is not None:
+                    return found
+        return None
+
+    def _search(
+        self, chain: Chain, caps: Sequence[int], runs: int, first: int
+    ) -> Optional[List[Segment]]:
+        """Search by number of runs; a state is how many devices of each budget are used.
+
+        `first` is the device that has to hold the input embedding, or -1.
+        """
+        kinds = _kinds(caps, first)
+        prefix, total = chain.prefix, len(chain.prefix) - 1
+        usable = sorted((cap for cap in caps if cap > 0), reverse=True)
+        largest = [0, *accumulate(usable)]
+        runs = min(runs, len(usable))
+        layer: _Layer = {0: (0, 0, None)}
+        for run in range(1, runs + 1):
+            after: _Layer = {}
+            for state, (position, used, trail) in layer.items():
+                for cap, devices, place in kinds:
+                    count = state // place % (len(devices) + 1)
+                    if count == len(devices):
+                        continue
+                    start = position
+                    if devices[0] == first:
+                        start = min(position, chain.embedding)
+                    end = _reach(chain, start, cap)
+                    known = after.get(state + place)
+                    if end <= start or (known is not None and known[0] >= end):
+                        continue
+                    if devices[0] == first and end <= chain.embedding:
+                        continue
+                    if prefix[total] - prefix[end] <= min(
+                        largest[runs - run], largest[-1] - used - cap
+                    ):
+                        step = _Trail((devices[count], start, end), trail)
+                        after[state + place] = (end, used + cap, step)
+            for state, (position, _, trail) in after.items():
+                if position == total and (first < 0 or state % 2):
+                    return _unwind(trail)
+            layer = self._keep(after, prefix)
+        return None
+
+    def _keep(self, layer: _Layer, prefix: Sequence[int]) -> _Layer:
+        if len(layer) <= STATES:
+            return layer
+        self.exact = False
+        by_waste = sorted(
+            layer, key=lambda state: (layer[state][1] - prefix[layer[state][0]], state)
+        )
+        return {state: layer[state] for state in by_waste[:STATES]}
+
+
+def _kinds(caps: Sequence[int], first: int) -> List[Tuple[int, List[int], int]]:
+    """Return (cap, its devices, place value in a state); device `first` is a kind of its own."""
+    alike: Dict[Tuple[bool, int], List[int]] = {}
+    for device, cap in enumerate(caps):
+        if cap > 0:
+            alike.setdefault((device != first, -cap), []).append(device)
+    kinds = []
+    place = 1
+    for (_, negative_cap), devices in sorted(alike.items()):
+        kinds.append((-negative_cap, devices, place))
+        place *= len(devices) + 1
+    return kinds
