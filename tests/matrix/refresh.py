@@ -1,6 +1,6 @@
 """Derives the generated part of compat_matrix.yaml from the released wheels, or audits it.
 
-`python -m tests.matrix.refresh` rewrites what stands below the marker line and keeps every byte
+`python tests/matrix/refresh.py` rewrites what stands below the marker line and keeps every byte
 above it. With `--audit` nothing is written: the releases that the matrix knows are derived again
 and any difference is printed and fails; releases it does not know are reported.
 """
@@ -11,19 +11,13 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Dict, Iterable, Mapping, NamedTuple, Sequence
 
 import yaml
 from packaging.version import Version
+from wheels import Release, WheelError, default_cache, list_releases, read_members
 
 from bnb_dispatch_fix.recognition import fingerprint_text
-from tests.matrix.wheels import (
-    Release,
-    WheelError,
-    default_cache,
-    list_releases,
-    read_members,
-)
 
 MATRIX = Path(__file__).resolve().parents[2] / "compat_matrix.yaml"
 MARKER = "# --- written by `nox -s refresh`; do not edit below this line ---\n"
@@ -50,7 +44,7 @@ SOURCES = {
 }
 
 #: Function key ("package.function") -> release -> fingerprint.
-Fingerprints = dict[str, dict[Release, str]]
+Fingerprints = Dict[str, Dict[Release, str]]
 
 
 class MatrixConflict(ValueError):
