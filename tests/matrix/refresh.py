@@ -219,8 +219,9 @@ def _report_news(known: Sequence[Release], listed: Sequence[Release]) -> None:
     for release in listed:
         before = yanked.get((release.package, release.version))
         if before is None:
-            newest = max(r.version for r in known if r.package == release.package)
-            kind = "newer than the matrix" if release.version > newest else "not in the matrix"
+            others = [r.version for r in known if r.package == release.package]
+            newer = all(release.version > version for version in others)
+            kind = "newer than the matrix" if newer else "not in the matrix"
             print(f"audit: {release.pin} is {kind}; run `nox -s refresh`")
         elif before != release.yanked:
             print(f"audit: {release.pin} was {'' if release.yanked else 'un-'}yanked meanwhile")
