@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate, combinations, product
+from bisect import bisect_left, bisect_right
+from itertools import accumulate, combinations, islice, product
 from math import prod
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,8 +13,9 @@ Segment = Tuple[int, int, int]
 # between them; of the others, which follow from a distance, those in `cuts` lie on a change.
 _TieChoice = Tuple[int, int, Tuple[int, ...]]
 
-# More combinations of tie choices than this are not tried (three tie groups of two have 27).
-TIE_CHOICES = 64
+# Combinations of tie choices (two tie groups of two have at most 25) times steps that are tried.
+TIE_WORK = 1 << 20
+TIE_CHOICES = 1 << 10
 # States kept per number of runs; 16 devices with 16 different budgets have at most 12,870.
 STATES = 1 << 14
 
@@ -26,6 +27,8 @@ class _Trail(NamedTuple):
     before: Optional[_Trail]
 
 
+# Budget, its devices, value of one of them in a state.
+_Kind = Tuple[int, List[int], int]
 # Position reached, budgets used up, runs so far; by state.
 _Layer = Dict[int, Tuple[int, int, Optional[_Trail]]]
 
@@ -67,17 +70,20 @@ def chains(steps: Steps) -> Tuple[List[Chain], bool]:
         prefix = [0, *accumulate(steps.sizes)]
         return [Chain(prefix, range(len(steps.sizes)), (), steps.embedding)], True
     last = len(steps.sizes) - 1
-    choices = [list(_tie_choices(positions, last)) for positions in members]
-    complete = prod(map(len, choices)) <= TIE_CHOICES
-    together = product(*choices) if complete else _in_step(choices)
+    limit = min(TIE_CHOICES, max(27, TIE_WORK // (last + 1)))
+    choices = [list(islice(_tie_choices(positions, last), limit + 1)) for positions in members]
+    complete = prod(map(len, choices)) <= limit
+    together = product(*choices) if complete else _in_step(members, limit)
     built = [_chain(steps, members, chosen) for chosen in together]
     return [chain for chain in built if chain is not None], complete
 
 
-def _in_step(choices: Sequence[Sequence[_TieChoice]]) -> Iterator[Tuple[_TieChoice, ...]]:
-    """Yield the combinations in which every group makes the same choice."""
-    for number in range(min(TIE_CHOICES, max(map(len, choices)))):
-        yield tuple(options[min(number, len(options) - 1)] for options in choices)
+def _in_step(members: Sequence[Sequence[int]], limit: int) -> Iterator[List[_TieChoice]]:
+    """Yield the choices in which all groups stay whole, or all are led by the same member."""
+    yield [(positions[0], positions[-1], ()) for positions in members]
+    for number in range(min(limit, max(map(len, members)))):
+        leaders = [positions[min(number, len(positions) - 1)] for positions in members]
+        yield [(leader, leader, ()) for leader in leaders]
 
 
 def _tie_choices(positions: Sequence[int], last_step: int) -> Iterator[_TieChoice]:
@@ -209,36 +215,16 @@ class AnyOrder:
         `first` is the device that has to hold the input embedding, or -1.
         """
         kinds = _kinds(caps, first)
-        prefix, total = chain.prefix, len(chain.prefix) - 1
         usable = sorted((cap for cap in caps if cap > 0), reverse=True)
         largest = [0, *accumulate(usable)]
         runs = min(runs, len(usable))
         layer: _Layer = {0: (0, 0, None)}
         for run in range(1, runs + 1):
-            after: _Layer = {}
-            for state, (position, used, trail) in layer.items():
-                for cap, devices, place in kinds:
-                    count = state // place % (len(devices) + 1)
-                    if count == len(devices):
-                        continue
-                    start = position
-                    if devices[0] == first:
-                        start = min(position, chain.embedding)
-                    end = _reach(chain, start, cap)
-                    known = after.get(state + place)
-                    if end <= start or (known is not None and known[0] >= end):
-                        continue
-                    if devices[0] == first and end <= chain.embedding:
-                        continue
-                    if prefix[total] - prefix[end] <= min(
-                        largest[runs - run], largest[-1] - used - cap
-                    ):
-                        step = _Trail((devices[count], start, end), trail)
-                        after[state + place] = (end, used + cap, step)
-            for state, (position, _, trail) in after.items():
-                if position == total and (first < 0 or state % 2):
+            layer = _one_more_run(chain, kinds, layer, first, (largest[runs - run], largest[-1]))
+            for state, (position, _, trail) in layer.items():
+                if position == len(chain.prefix) - 1 and (first < 0 or state % 2):
                     return _unwind(trail)
-            layer = self._keep(after, prefix)
+            layer = self._keep(layer, chain.prefix)
         return None
 
     def _keep(self, layer: _Layer, prefix: Sequence[int]) -> _Layer:
@@ -251,8 +237,36 @@ class AnyOrder:
         return {state: layer[state] for state in by_waste[:STATES]}
 
 
-def _kinds(caps: Sequence[int], first: int) -> List[Tuple[int, List[int], int]]:
-    """Return (cap, its devices, place value in a state); device `first` is a kind of its own."""
+def _one_more_run(
+    chain: Chain, kinds: Sequence[_Kind], layer: _Layer, first: int, room: Tuple[int, int]
+) -> _Layer:
+    """Return the states with one run more from which the rest may still fit.
+
+    `room` is what the runs to come can take at most, and what all devices can take.
+    """
+    after: _Layer = {}
+    prefix = chain.prefix
+    least = bisect_left(prefix, prefix[-1] - room[0])
+    for state, (position, used, trail) in layer.items():
+        for cap, devices, place in kinds:
+            count = state // place % (len(devices) + 1)
+            if count == len(devices):
+                continue
+            start = min(position, chain.embedding) if devices[0] == first else position
+            end = _reach(chain, start, cap)
+            if end <= start or end < least or (devices[0] == first and end <= chain.embedding):
+                continue
+            known = after.get(state + place)
+            if known is not None and known[0] >= end:
+                continue
+            if prefix[-1] - prefix[end] <= room[1] - used - cap:
+                trail_on = _Trail((devices[count], start, end), trail)
+                after[state + place] = (end, used + cap, trail_on)
+    return after
+
+
+def _kinds(caps: Sequence[int], first: int) -> List[_Kind]:
+    """Return the different budgets, largest first, but before them device `first` by itself."""
     alike: Dict[Tuple[bool, int], List[int]] = {}
     for device, cap in enumerate(caps):
         if cap > 0:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 # The part of the effort spent on one number of changes, or on the smallest fill, of a scattered
 # placement that is known to exist.
 POLISH = 16
-# The smallest fill is bisected to one part in a billion, from there on found exactly.
-SCALE = 1 << 30
+# What is to be smallest is bisected to this part, from there on made smaller byte by byte: few
+# placements differ by less.
+SCALE = 1 << 14
 
 Caps = List[int]
 _Laid = Tuple[Chain, List[Segment]]
@@ -130,8 +131,10 @@ class Search:
             return caps
         impossible = max(0, self.total - sum(caps) + caps[self.last]) - 1
         load = bytes_on_last(caps)
+        gap = (load or 0) - impossible
         while load is not None and load - impossible > 1:
-            caps[self.last] = (load + impossible) // 2
+            close = (load - impossible) * SCALE <= gap
+            caps[self.last] = load - 1 if close else (load + impossible) // 2
             less = bytes_on_last(caps)
             if less is None:
                 impossible = caps[self.last]
