@@ -90,14 +90,12 @@ def signature_mismatch(function: object, expected_parameters: Sequence[str]) -> 
     """
     try:
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+        bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
+        found = str(inspect.Signature(bare))
     except Exception as error:
         return f"its signature cannot be read ({_one_line(error)})"
-    found = [str(p).split(":")[0].split("=")[0] for p in parameters]
-    plain = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
-    if plain and found == list(expected_parameters):
-        return None
-    expected = ", ".join(expected_parameters)
-    return f"expected the parameters ({expected}), found ({', '.join(found)})"
+    expected = f"({', '.join(expected_parameters)})"
+    return None if found == expected else f"expected the parameters {expected}, found {found}"
 
 
 def _judge(case: _Case, caps: Any) -> tuple[str, str]:
