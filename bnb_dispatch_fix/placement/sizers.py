@@ -1,0 +1,216 @@
+"""How many bytes an element of each tensor will take once the model is loaded and quantized.
+
+A 4-bit weight counts half a byte per element and an 8-bit weight one byte, as in transformers 5
+(`HfQuantizer.param_element_size`). What bitsandbytes keeps beside the weights (absmax: 1/16 byte
+per 4-bit element without double quantization; SCB: 4 bytes per row of an 8-bit weight) is not
+counted: the tenth that transformers takes off every budget since 4.33 is for it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from typing import Any, Callable, Collection, Mapping, NamedTuple, Optional, Pattern, Set
+
+
+class Storage(NamedTuple):
+    """How a tensor is stored: bytes per element, the name to show, whether it is quantized."""
+
+    bytes: float
+    label: str
+    quantized: bool
+
+
+# Of a full name, the tensor and the module that owns it.
+Sizer = Callable[[str, Any, Any], Storage]
+
+_EIGHT_BIT = Storage(1, "8-bit", True)
+_FOUR_BIT = Storage(0.5, "4-bit", True)
+_LAYERS = {"Linear4bit": _FOUR_BIT, "Linear8bitLt": _EIGHT_BIT}
+_HELD = ("Params4bit", "Int8Params")
+_FP32 = Storage(4, "float32", False)
+# The values of accelerate's CustomDtype, which names what torch has no dtype for.
+_CUSTOM = {"fp8": _EIGHT_BIT, "int4": _FOUR_BIT, "int2": Storage(0.25, "2-bit", True)}
+
+
+def sizer_for(model: Any, quantizer: Any = None, dtype: Any = None) -> Sizer:
+    """Return the sizer for a model whose layers are replaced and whose weights are not loaded yet.
+
+    `quantizer` is transformers' `HfQuantizer`, accelerate's `BnbQuantizationConfig`, or None;
+    `dtype` is the torch dtype asked of `from_pretrained`, by default that of the model.
+    """
+    dtype = dtype or getattr(quantizer, "torch_dtype", None) or getattr(model, "dtype", None)
+    kept = _kept_in_fp32(model, quantizer, dtype)
+    if hasattr(quantizer, "param_element_size"):  # transformers 5
+        return _quantizer_sizer(model, quantizer, kept)
+    if hasattr(quantizer, "target_dtype") or _is_bitsandbytes(model, quantizer):
+        return _bitsandbytes_sizer({}, kept, dtype)
+    if quantizer is not None:  # transformers 4.38-4.57
+        special = quantizer.get_special_dtypes_update(model, dtype)
+        return _dtype_sizer(quantizer.adjust_target_dtype(dtype), special, kept)
+    return _dtype_sizer(None, {}, kept)
+
+
+def call_sizer(
+    model: Any, dtype: Any = None, special_dtypes: Optional[Mapping[str, Any]] = None
+) -> Sizer:
+    """Return the sizer for a call of accelerate's `infer_auto_device_map` with these arguments.
+
+    Where bitsandbytes will quantize, `dtype` (CustomDtype.INT4, torch.int8) is taken for the
+    layers it has replaced, not for everything else as accelerate does. Otherwise the sizes are
+    those of accelerate 1.15.0.
+    """
+    special = special_dtypes or {}
+    if _is_bitsandbytes(model, None):
+        return _bitsandbytes_sizer(special, None, None)
+    return _dtype_sizer(dtype, special, None)
+
+
+def _quantizer_sizer(model: Any, quantizer: Any, kept: Optional[Pattern[str]]) -> Sizer:
+    """The installed quantizer's own count, but true for what is kept in fp32 or loaded already."""
+    element_size = quantizer.param_element_size
+
+    def size(name: str, tensor: Any, owner: Any) -> Storage:
+        storage = own_storage(tensor.dtype)
+        held = type(tensor).__name__ in _HELD
+        final = _final_storage(tensor) if held else None
+        if final is not None:
+            return final
+        element = element_size(model, name, tensor)
+        if held or element != storage.bytes:
+            return _quantized(element)
+        return _FP32 if kept and _matches(kept, name, tensor) else storage
+
+    return size
+
+
+def _bitsandbytes_sizer(
+    special: Mapping[str, Any], kept: Optional[Pattern[str]], loading: Any
+) -> Sizer:
+    """What bitsandbytes' layers hold counts as quantized, all else in the dtype it is loaded in."""
+
+    def size(name: str, tensor: Any, owner: Any) -> Storage:
+        quantized = _layer(owner)
+        if quantized is not None and not name.endswith("bias"):
+            return _final_storage(tensor) or quantized
+        if special.get(name) is not None:
+            return dtype_storage(special[name])
+        if kept and _matches(kept, name, tensor):
+            return _FP32
+        if loading is not None and tensor.is_floating_point() and _is_parameter(name, owner):
+            return dtype_storage(loading)
+        return own_storage(tensor.dtype)
+
+    return size
+
+
+def _dtype_sizer(target: Any, special: Mapping[str, Any], kept: Optional[Pattern[str]]) -> Sizer:
+    """accelerate's count: nothing wider than `target`, but what is named in `special`."""
+    limit = None if target is None else dtype_storage(target)
+
+    def size(name: str, tensor: Any, owner: Any) -> Storage:
+        if special.get(name) is not None:
+            return dtype_storage(special[name])
+        if kept and _matches(kept, name, tensor):
+            return _FP32
+        storage = own_storage(tensor.dtype)
+        if limit is not None and limit.bytes < storage.bytes and tensor.is_floating_point():
+            return limit
+        return storage
+
+    return size
+
+
+@lru_cache(maxsize=None)
+def own_storage(dtype: Any) -> Storage:
+    """Return how a tensor of this torch dtype is stored."""
+    width = getattr(dtype, "itemsize", None)  # since torch 2.1
+    if width is None:
+        width = sys.modules["torch"].empty(0, dtype=dtype).element_size()
+    return Storage(width, str(dtype).replace("torch.", ""), False)
+
+
+@lru_cache(maxsize=None)
+def dtype_storage(dtype: Any) -> Storage:
+    """Return how a tensor is stored once it has this dtype: torch's, accelerate's, or its name."""
+    custom = _CUSTOM.get(getattr(dtype, "value", dtype))
+    if custom is not None:
+        return custom
+    if isinstance(dtype, str):
+        dtype = getattr(sys.modules["torch"], dtype.replace("torch.", ""))
+    storage = own_storage(dtype)
+    return _quantized(storage.bytes) if storage.bytes < 2 else storage
+
+
+@lru_cache(maxsize=None)
+def _quantized(element: float) -> Storage:
+    return Storage(element, f"{element * 8:g}-bit", True)
+
+
+def _layer(module: Any) -> Optional[Storage]:
+    """How a layer of bitsandbytes stores its weight; None for any other module."""
+    module_class: Any = type(module)
+    return _layer_class(module_class)
+
+
+@lru_cache(maxsize=None)
+def _layer_class(module_class: Any) -> Optional[Storage]:
+    for base in module_class.__mro__:
+        if base.__module__.startswith("bitsandbytes.") and base.__name__ in _LAYERS:
+            return _LAYERS[base.__name__]
+    return None
+
+
+def _final_storage(tensor: Any) -> Optional[Storage]:
+    """How a weight of bitsandbytes is stored that will not be quantized (again); None otherwise."""
+    storage = own_storage(tensor.dtype)
+    if getattr(tensor, "quant_state", None) is not None:  # two elements are one already
+        return storage._replace(label=_FOUR_BIT.label, quantized=True)
+    return storage if getattr(tensor, "has_fp16_weights", False) else None
+
+
+def _matches(kept: Pattern[str], name: str, tensor: Any) -> bool:
+    return kept.search(name) is not None and bool(tensor.is_floating_point())
+
+
+def _is_parameter(name: str, owner: Any) -> bool:
+    return name.rpartition(".")[2] in owner._parameters
+
+
+def _is_bitsandbytes(model: Any, quantizer: Any) -> bool:
+    if quantizer is not None:
+        config = getattr(quantizer, "quantization_config", None)
+        return getattr(config, "quant_method", None) == "bitsandbytes"
+    if getattr(model, "quantization_method", None) == "bitsandbytes":  # transformers 4.31-4.37
+        return True
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if _layer(module) is not None:
+            return True
+        stack += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+def _kept_in_fp32(model: Any, quantizer: Any, dtype: Any) -> Optional[Pattern[str]]:
+    """What the release loads in fp32 whatever the dtype, as a pattern for full names."""
+    half = str(dtype) == "torch.float16"
+    if hasattr(quantizer, "target_dtype"):  # accelerate
+        return _pattern(r"{}\.", quantizer.keep_in_fp32_modules if half else None)
+    plan = getattr(model, "dtype_plan", None)  # transformers 5.0
+    if plan is None and hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(dtype)
+    if plan is not None:
+        return _pattern("{}", [name.replace("*", ".*") for name in plan])
+    names: Set[str] = set()
+    if half or getattr(quantizer, "use_keep_in_fp32_modules", False):
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if half or str(dtype) == "torch.bfloat16":
+        names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return _pattern(r"(?:^|\.){}(?:\.|$)", names)
+
+
+def _pattern(shape: str, names: Optional[Collection[str]]) -> Optional[Pattern[str]]:
+    branches = [shape.format(name) for name in sorted(names or ())]
+    return re.compile("|".join(branches)) if branches else None
