@@ -20,10 +20,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
-EXPECTED = "tests/data/caps_5.24.0.json"
 TEST_TOOLS = ["pytest", "hypothesis"]
 #: Keys of a row that are not "package: version".
-ROW_SETTINGS = {"python", "torch", "resolution", "ci", "demo"}
+ROW_SETTINGS = {"python", "torch", "resolution", "ci", "demo", "expected"}
 
 #: The wheel of this run, once it is built.
 BUILT: list[str] = []
@@ -122,6 +121,32 @@ def matrix(session: nox.Session, row: Row) -> None:
     tests = ["tests/release"] if row.get("torch", True) else ["tests/unit", "tests/release"]
     result = RESULTS / "cells" / f"{name(row)}.json"
     session.run("pytest", *tests, junit(session), f"--cell-result={result}")
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("expected")]))
+def expected(session: nox.Session, row: Row) -> None:
+    """Write tests/data/caps_5.24.0.json anew, by running 5.24.0 itself."""
+    install_row(session, row)
+    session.run("python", "tests/release/expected.py", env={"BNB_DISPATCH_FIX": "off"})
+
+
+def recognise(session: nox.Session, *options: str) -> None:
+    session.install("--quiet", wheel(session))
+    cache = session.cache_dir / "wheels"
+    session.run("python", "tests/matrix/refresh.py", "--cache", str(cache), *options)
+
+
+@nox.session
+def refresh(session: nox.Session) -> None:
+    """Write the generated part of compat_matrix.yaml anew, from the released wheels."""
+    recognise(session, *session.posargs)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Fail where compat_matrix.yaml is not what the released wheels say, or a release is new."""
+    recognise(session, "--audit", *session.posargs)
 
 
 @nox.session

@@ -53,15 +53,18 @@ class _Planned(BaseException):
         self.device_map = device_map
 
 
-def build_checkpoint(folder: Union[str, Path]) -> None:
-    """Write a Llama checkpoint of 2.77 MiB to `folder`: fp16, embedding and head 1 MiB each."""
+def build_checkpoint(folder: Union[str, Path], *, intermediate_size: int = 176) -> None:
+    """Write a Llama checkpoint of 2.77 MiB to `folder`: fp16, embedding and head 1 MiB each.
+
+    To be computed with on the CPU, `intermediate_size` must be a multiple of 32.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=64,
-        intermediate_size=176,
+        intermediate_size=intermediate_size,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=4,
