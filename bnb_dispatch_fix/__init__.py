@@ -2,15 +2,14 @@
 
 `import bnb_dispatch_fix` activates it, before or after transformers; nothing else has to be
 called. Until one of the two is imported this costs next to nothing: everything heavier than
-`sys` and `os` is loaded when there is something to patch.
+`sys` and `os` is loaded when there is something to patch. (`from __future__ import annotations`
+would be another file to read at every start: see tripwire.py.)
 """
-
-from __future__ import annotations
 
 import os
 import sys
 
-from bnb_dispatch_fix import tripwire
+from bnb_dispatch_fix.tripwire import WIRE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,9 +21,11 @@ __version__ = "0.1.0"
 __all__ = ["activate", "deactivate", "status"]
 
 _TARGETS = ("transformers", "accelerate")
+#: Values of BNB_DISPATCH_FIX that switch everything off.
+OFF = ("off", "0", "false", "no", "none")
 
 
-def activate(features: Optional[Iterable[str]] = None, *, strict: bool = False) -> None:
+def activate(features: "Optional[Iterable[str]]" = None, *, strict: bool = False) -> None:
     """Patch what is imported, and the rest as soon as it is; safe to call again.
 
     Args:
@@ -38,6 +39,7 @@ def activate(features: Optional[Iterable[str]] = None, *, strict: bool = False) 
         bnb_dispatch_fix.activation.ActivationError: with `strict`, where a patch that is
             missing here could not be applied; the message says which and why.
     """
+    WIRE.disarm()  # what is asked for here is not to be overruled later
     from bnb_dispatch_fix import activation
 
     activation.activate(features, strict)
@@ -49,13 +51,16 @@ def deactivate() -> None:
     Where somebody else has patched over a wrapper of ours it stays in place and passes
     through; `status()` names who is on top.
     """
+    WIRE.disarm()
     from bnb_dispatch_fix import activation
 
     activation.deactivate()
 
 
-def status() -> Status:
+def status() -> "Status":
     """What is patched, what is not, and why; looked up now, nothing is imported for it."""
+    if WIRE.armed:
+        activate()
     from bnb_dispatch_fix import activation
 
     return activation.status()
@@ -64,12 +69,12 @@ def status() -> Status:
 def _start() -> None:
     """Activate, or wait for the first import of a target; no exception leaves it."""
     try:
-        if os.environ.get("BNB_DISPATCH_FIX", "").strip().lower() == "off":
+        if os.environ.get("BNB_DISPATCH_FIX", "").strip().lower() in OFF:
             return
-        if any(name in sys.modules for name in _TARGETS):
+        if any(sys.modules.get(name) is not None for name in _TARGETS):
             _activate_quietly()
         else:
-            tripwire.Tripwire(_TARGETS, _activate_quietly).arm()
+            WIRE.arm(_TARGETS, _activate_quietly)
     except Exception as error:
         _say("could not start", error)
 

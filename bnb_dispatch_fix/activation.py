@@ -12,8 +12,6 @@ import sys
 import threading
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
-import wrapt
-
 import bnb_dispatch_fix
 from bnb_dispatch_fix import features as feature_switch
 from bnb_dispatch_fix.compat import (
@@ -29,7 +27,7 @@ from bnb_dispatch_fix.compat import (
 from bnb_dispatch_fix.patches import Patch, describe, found_at, locate, original_of, wraps_ours
 from bnb_dispatch_fix.replacements import handler
 from bnb_dispatch_fix.states import PatchStatus, Status
-from bnb_dispatch_fix.tripwire import Latecomer, is_importing
+from bnb_dispatch_fix.tripwire import WIRE, is_importing
 from bnb_dispatch_fix.verdict import Verdict, judge
 
 logger = logging.getLogger("bnb_dispatch_fix")
@@ -49,7 +47,6 @@ class Switchboard:
         self._off_because = "not activated"
         self._patches: Dict[str, Patch] = {}
         self._failures: Dict[str, str] = {}
-        self._awaited: Set[str] = set()
         self._announced: Set[Tuple[str, str]] = set()
         self._matrix: Optional[Matrix] = None
         self._problem: Optional[str] = None
@@ -78,7 +75,7 @@ class Switchboard:
         for module in dict.fromkeys(
             s.module for s in matrix.seams if wanted.intersection(s.features)
         ):
-            self._patch_or_wait(module)
+            WIRE.watch(module, self._patch_module)
         if strict:
             self._raise_if_incomplete()
 
@@ -127,50 +124,10 @@ class Switchboard:
                 self._problem = str(error)
         return self._matrix or _NO_MATRIX
 
-    def _patch_or_wait(self, name: str) -> None:
-        """Patch the seams of a loaded module; leave word where it is not loaded yet."""
-        module = sys.modules.get(name)
-        if module is not None and not is_importing(module):
-            self._patch_module(module)
-            return
-        with self._lock:
-            if name in self._awaited:
-                return
-            self._awaited.add(name)
-        if module is None:
-            self._hook(name)
-        else:
-            sys.meta_path.insert(0, Latecomer(name, self._on_loaded))
-
-    def _hook(self, name: str) -> None:
-        """Have wrapt call when `name` has been imported.
-
-        Where another thread began that import a moment ago, wrapt calls at once, in this
-        thread and with a module that is not complete: then its end is awaited instead.
-        """
-        registering: Optional[int] = threading.get_ident()
-
-        def loaded(module: Any) -> None:
-            if registering == threading.get_ident():
-                with self._lock:
-                    self._awaited.discard(name)
-                self._patch_or_wait(name)
-            else:
-                self._on_loaded(module)
-
-        wrapt.register_post_import_hook(loaded, name)
-        registering = None
-
-    def _on_loaded(self, module: Any) -> None:
-        """Called when an awaited import has ended; an exception here would break that import."""
-        with self._lock:
-            self._awaited.discard(module.__name__)
-        self._patch_module(module)
-
-    def _patch_module(self, module: Any) -> None:
+    def _patch_module(self, name: str, module: Any) -> None:
         """Patch every wanted seam of a module that is loaded; no exception leaves it."""
         for seam in self._load().seams:
-            if seam.module != module.__name__ or not _on(seam):
+            if seam.module != name or not _on(seam):
                 continue
             try:
                 version = installed_version(seam.package)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import FrozenSet, Iterable, NamedTuple, Optional
 
+from bnb_dispatch_fix import OFF
+
 #: The environment variable; it also bounds what `activate(features)` can ask for.
 SWITCH = "BNB_DISPATCH_FIX"
 FEATURES = ("backport", "rescue", "explain")
-_OFF = ("off", "0", "false", "no", "none")
 _ON = ("", "on", "1", "true", "yes", "all")
 
 
@@ -24,7 +25,7 @@ def read_switch() -> Switch:
     """Read BNB_DISPATCH_FIX. A name that is no feature is left out; if none is left, it is on."""
     text = os.environ.get(SWITCH, "")
     value = text.strip().lower()
-    if value in _OFF:
+    if value in OFF:
         return Switch(text, frozenset(), None)
     if value in _ON:
         return Switch(text, frozenset(FEATURES), None)

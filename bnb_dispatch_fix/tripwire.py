@@ -1,70 +1,163 @@
 """Waits, almost free, on `sys.meta_path` for modules that are not imported yet.
 
-Imports nothing but `sys`: it runs at the start of programs that never use transformers.
+It runs at the start of programs that never use transformers: no import that has to read a file,
+`from __future__ import annotations` included.
 """
 
-from __future__ import annotations
-
 import sys
+from _thread import get_ident
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Iterable
+    from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 
 class Tripwire:
-    """A finder that finds nothing: it calls `on_trip` once, when a watched import begins.
+    """A finder that finds nothing of its own and calls when something was, or is, imported.
 
-    It takes itself off `sys.meta_path` before it calls, so what is called may import at will.
+    It never leaves `sys.meta_path` again: whoever takes a finder out makes a search that is
+    just walking along the line, in this thread or another, skip the next finder.
+
+    It calls only while a module inside one of its packages is searched. Who is called imports
+    modules, never any of these; one that is being searched at that moment would come out double.
     """
 
-    def __init__(self, names: Iterable[str], on_trip: Callable[[], object]) -> None:
-        self.names = frozenset(names)
-        self.on_trip = on_trip
+    def __init__(self) -> None:
+        self._inside: Tuple[str, ...] = ()
+        self._on_trip: Optional[Callable[[], object]] = None
+        self._watched: Dict[str, Callable[[str, Any], object]] = {}
+        self._awaited: Dict[str, None] = {}
+        self._asking: Set[Tuple[object, str]] = set()
 
-    def arm(self) -> None:
-        """Stand first in line; does nothing where it stands already."""
-        if self not in sys.meta_path:
+    @property
+    def armed(self) -> bool:
+        """Whether `on_trip` is still to be called."""
+        return self._on_trip is not None
+
+    def arm(self, packages: "Iterable[str]", on_trip: "Callable[[], object]") -> None:
+        """Call `on_trip` once, as soon as one of `packages` is being imported.
+
+        It trips at the first search for a submodule. So a probe (`importlib.util.find_spec`)
+        does not trip it, nor does a single file that happens to have the package's name.
+        """
+        for package in packages:
+            self._listen_inside(package)
+        self._on_trip = on_trip
+        self._stand_in_line()
+
+    def disarm(self) -> None:
+        """Do not call `on_trip` any more."""
+        self._on_trip = None
+
+    def watch(self, name: str, on_loaded: "Callable[[str, Any], object]") -> None:
+        """Call `on_loaded` with `name` and the module each time it has been imported.
+
+        It is called at once where that has happened, by the thread that imports it where that
+        is still to come, and at the next search inside the package where the end of the import
+        cannot be seen: it had begun already, or another finder loads it. Not after a reload.
+        An exception of `on_loaded` would break the import of the module.
+        """
+        self._listen_inside(name.partition(".")[0])
+        self._watched[name] = on_loaded
+        self._awaited[name] = None
+        self._stand_in_line()
+        self._look_around()
+
+    def find_spec(self, fullname: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        """Find nothing, or what the finders behind this one find for a watched module."""
+        if not fullname.startswith(self._inside):
+            return None
+        if self._on_trip is not None:
+            self._trip()
+        self._look_around()
+        if fullname in self._watched and fullname not in sys.modules:
+            return self._telling_spec(fullname, path, target)
+        return None
+
+    def _listen_inside(self, package: str) -> None:
+        inside = package + "."
+        if inside not in self._inside:
+            self._inside = (*self._inside, inside)
+
+    def _stand_in_line(self) -> None:
+        if not any(finder is self for finder in sys.meta_path):
             sys.meta_path.insert(0, self)
 
-    def disarm(self) -> bool:
-        """Leave the line; False where somebody else has taken it out already."""
+    def _trip(self) -> None:
+        on_trip, self._on_trip = self._on_trip, None
+        if on_trip is not None:  # another thread may have been here first
+            on_trip()
+
+    def _look_around(self) -> None:
+        """Tell of the awaited modules that are complete."""
+        for name in list(self._awaited):
+            module = sys.modules.get(name)
+            if module is not None and not is_importing(module):
+                self._tell(name, module)
+
+    def _tell(self, name: str, module: "Any") -> None:
+        self._awaited.pop(name, None)
+        self._watched[name](name, module)
+
+    def _telling_spec(self, fullname: str, path: "Any", target: "Any") -> "Any":
+        """What the finders behind this one find, with a loader that tells when it is done."""
+        key = (get_ident(), fullname)
+        if key in self._asking:  # one of those that are asked asks everybody, as wrapt's does
+            return None
+        self._asking.add(key)
         try:
-            sys.meta_path.remove(self)
-        except ValueError:
-            return False
-        return True
+            spec = self._ask_behind(fullname, path, target)
+        finally:
+            self._asking.discard(key)
+        self._awaited[fullname] = None
+        if spec is None or not hasattr(spec.loader, "exec_module"):
+            return None
+        spec.loader = TellingLoader(spec.loader, lambda module: self._tell(fullname, module))
+        return spec
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Find nothing; trip when `fullname` is watched."""
-        if fullname in self.names and self.disarm():
-            self.on_trip()
+    def _ask_behind(self, fullname: str, path: "Any", target: "Any") -> "Any":
+        """Those in front have been asked by the search that came here."""
+        line: List[Any] = list(sys.meta_path)
+        while line and line.pop(0) is not self:
+            pass
+        for finder in line:
+            find_spec = getattr(finder, "find_spec", None)
+            if find_spec is None:  # a finder of old (until Python 3.11), left to the search itself
+                return None
+            spec = find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
+        return None
 
 
-class Latecomer:
-    """A finder that finds nothing: it waits for a module whose import had begun before.
+class TellingLoader:
+    """Stands in for a loader until the module is to be executed; then nothing of it is left."""
 
-    Nothing tells when such an import ends, but other imports follow it; at the first of them
-    `on_loaded` is called with the module.
-    """
+    def __init__(self, loader: "Any", tell: "Callable[[Any], object]") -> None:
+        self._loader = loader
+        self._tell = tell
 
-    def __init__(self, name: str, on_loaded: Callable[[Any], object]) -> None:
-        self.name = name
-        self.on_loaded = on_loaded
+    def __getattr__(self, name: str) -> "Any":
+        if name == "_loader":  # of a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Find nothing; look whether the awaited module is complete."""
-        module = sys.modules.get(self.name)
-        if module is not None and is_importing(module):
-            return
-        try:
-            sys.meta_path.remove(self)
-        except ValueError:
-            return
-        if module is not None:
-            self.on_loaded(module)
+    def exec_module(self, module: "Any") -> None:
+        """Step aside, execute the module, tell."""
+        try:  # noqa: SIM105  # contextlib is not to be imported here
+            module.__loader__ = module.__spec__.loader = self._loader
+        except AttributeError:
+            pass  # a loader may make modules of any kind
+        self._loader.exec_module(module)
+        self._tell(module)
 
 
 def is_importing(module: object) -> bool:
     """Whether the import of a module in `sys.modules` has begun and not ended."""
+    if type(module).__module__ == "importlib.util":
+        return True  # LazyLoader will execute it as soon as anybody asks for an attribute
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+#: The one of this process.
+WIRE = Tripwire()
