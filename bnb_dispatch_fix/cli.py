@@ -6,6 +6,7 @@ import argparse
 from typing import Optional, Sequence
 
 import bnb_dispatch_fix
+from bnb_dispatch_fix import doctor
 from bnb_dispatch_fix.states import Status
 
 
@@ -31,6 +32,8 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the error without the shim, and the load with it")
     demo.set_defaults(run=_demo)
+
+    doctor.add_arguments(commands)
     return parser
 
 

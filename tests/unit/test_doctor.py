@@ -1,0 +1,327 @@
+"""The doctor in broken surroundings: stand-in packages on the path, never an exception."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import bystanders, doctor, surroundings
+from bnb_dispatch_fix.cli import main
+from bnb_dispatch_fix.patches import Patch
+from bnb_dispatch_fix.states import PatchStatus, Status
+from bnb_dispatch_fix.surroundings import Answer
+
+GIB = 2**30
+GPU = {"id": 0, "name": "NVIDIA X", "free": 22 * GIB, "total": 24 * GIB}
+VERSIONS = {"bitsandbytes": "0.49.2", "accelerate": "1.14.0", "transformers": "5.12.1"}
+
+
+def place(folder, **packages):
+    """Write stand-in packages (name -> source) and return the folder."""
+    for name, source in packages.items():
+        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+    return folder
+
+
+def found(checkup, topic):
+    return [(f.level, f.text, f.hint) for f in checkup.findings if f.topic == topic]
+
+
+def only(checkup, topic):
+    (finding,) = found(checkup, topic)
+    return finding
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Healthy answers of a machine with one GPU; a test changes what it needs broken."""
+    table = {
+        "torch": Answer("ok", "", {"version": "2.7.0", "build": "cuda 12.8", "devices": [GPU]}),
+        **{name: Answer("ok", "", {"version": v}) for name, v in VERSIONS.items()},
+    }
+    table["bitsandbytes"].facts["gpu"] = True
+    monkeypatch.setattr(surroundings, "look", lambda timeout: table)
+    monkeypatch.setattr(surroundings, "nvidia_driver", lambda: "version 570.1")
+    monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of())
+    for name in ("BNB_DISPATCH_FIX", "CUDA_VISIBLE_DEVICES", "BNB_CUDA_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    return table
+
+
+def status_of(*patches, problem=None):
+    return Status("0", ("backport",), {}, patches, problem)
+
+
+def seam(module="mod", attribute="plan", state="applied", fixes=(47203,), missing=()):
+    return PatchStatus("x", module, attribute, state, fixes, "a reason", missing)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("raise ImportError('no libcuda')", "ImportError: no libcuda"),
+        ("raise OSError('libcudart.so.12: no such file')", "OSError: libcudart.so.12"),
+        ("raise RuntimeError('CUDA Setup failed\\nsee above')", "CUDA Setup failed see above"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import os; os._exit(7)", "exit code 7"),
+        ("syntax error", "SyntaxError"),
+    ],
+)
+def test_a_package_that_breaks_on_import(tmp_path, monkeypatch, source, said):
+    monkeypatch.syspath_prepend(str(place(tmp_path, torch=source, accelerate="")))
+    looked = surroundings.look(["torch", "accelerate"])
+    assert looked["torch"].state == "broken"
+    assert said in looked["torch"].error
+    assert "\n" not in looked["torch"].error
+    assert looked["accelerate"].state == "broken"  # it has no `accelerate.utils`
+    assert "accelerate.utils" in looked["accelerate"].error
+
+
+def test_an_import_that_hangs_is_ended_and_the_others_are_answered(tmp_path, monkeypatch):
+    hang = "import time; time.sleep(3600)"
+    monkeypatch.syspath_prepend(str(place(tmp_path, torch=hang, bitsandbytes=hang)))
+    looked = surroundings.look(["torch", "bitsandbytes"], timeout=2)
+    assert [answer.state for answer in looked.values()] == ["broken", "broken"]
+    assert "did not end within 2 s" in looked["torch"].error
+
+
+def test_what_is_printed_on_import_does_not_hide_the_answer(tmp_path, monkeypatch):
+    source = "import sys; print('=== BUG REPORT ===', end=''); sys.stderr.write('x' * 100000)"
+    monkeypatch.syspath_prepend(str(place(tmp_path, noisy=source)))
+    assert surroundings.look(["noisy"])["noisy"].state == "ok"
+
+
+def test_missing_packages(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        surroundings,
+        "look",
+        lambda timeout: {
+            name: Answer("missing", "", {"version": None}) for name in surroundings.PACKAGES
+        },
+    )
+    checkup = doctor.examine()
+    assert only(checkup, "torch") == ("ERROR", "is not installed", "pip install torch")
+    assert only(checkup, "transformers")[0] == only(checkup, "accelerate")[0] == "ERROR"
+    assert only(checkup, "bitsandbytes")[0] == "WARN"
+    assert not checkup.healthy
+
+
+def test_one_planner_is_enough(answers):
+    answers["transformers"] = Answer("missing", "", {"version": None})
+    checkup = doctor.examine()
+    assert only(checkup, "transformers")[0] == "WARN"
+    assert checkup.healthy
+
+
+def test_a_healthy_machine(answers):
+    checkup = doctor.examine()
+    assert checkup.healthy
+    assert {finding.level for finding in checkup.findings} == {"PASS"}
+    assert only(checkup, "devices")[1] == "0: NVIDIA X, 22.00 of 24.00 GiB free"
+    assert only(checkup, "tested")[1] == "this very combination is tested"
+
+
+@pytest.mark.parametrize(
+    "build, driver, topic, level",
+    [
+        ("cpu", "version 570.1", "torch", "ERROR"),
+        ("cpu", None, "torch", "PASS"),
+        ("cpu", None, "devices", "WARN"),
+        ("cuda 12.8", "version 570.1", "devices", "ERROR"),
+        ("cuda 12.8", None, "devices", "WARN"),
+    ],
+)
+def test_torch_that_sees_no_gpu(answers, monkeypatch, build, driver, topic, level):
+    answers["torch"].facts.update(build=build, devices=[])
+    monkeypatch.setattr(surroundings, "nvidia_driver", lambda: driver)
+    got, text, hint = only(doctor.examine(), topic)
+    assert got == level
+    assert bool(hint) == (level != "PASS")
+    if level == "ERROR":
+        assert "570.1" in text
+
+
+def test_a_gpu_that_others_fill(answers):
+    answers["torch"].facts["devices"] = [
+        {**GPU, "free": GIB},
+        {**GPU, "id": 1, "free": None, "error": "RuntimeError: busy"},
+    ]
+    full, unknown = found(doctor.examine(), "devices")
+    assert full[:2] == ("WARN", "0: NVIDIA X, 1.00 of 24.00 GiB free")
+    assert unknown[0] == "ERROR"
+    assert "RuntimeError: busy" in unknown[1]
+
+
+def test_bitsandbytes_without_its_gpu_library(answers):
+    answers["bitsandbytes"].facts["gpu"] = False
+    assert only(doctor.examine(), "bitsandbytes")[0] == "ERROR"
+    answers["torch"].facts["devices"] = []
+    assert only(doctor.examine(), "bitsandbytes")[0] == "WARN"
+
+
+def test_torch_breaks_the_others_and_is_said_to(answers):
+    for name in answers:
+        answers[name] = Answer("broken", "OSError: libc10.so", {"version": "1"})
+    checkup = doctor.examine()
+    assert only(checkup, "torch")[1] == "1 cannot be imported: OSError: libc10.so"
+    assert only(checkup, "transformers")[2] == "torch is what breaks it, see above"
+
+
+@pytest.mark.parametrize("version", ["4.29.2", "99.0.0", "0+unknown.local.build~7"])
+def test_versions_outside_the_tested_ones(answers, version):
+    answers["transformers"].facts["version"] = version
+    level, text, _ = only(doctor.examine(), "tested")
+    assert level == "WARN"
+    assert f"transformers {version} is outside the tested versions 4." in text
+
+
+@pytest.mark.parametrize(
+    "state, missing, level",
+    [
+        ("applied", (), "PASS"),
+        ("already-fixed", (), "PASS"),
+        ("disabled", (47203,), "WARN"),
+        ("pending", (47203,), "WARN"),
+        ("replaced", (), "WARN"),
+        ("replaced", (47203,), "ERROR"),
+        ("skipped", (47203,), "ERROR"),
+        ("failed", (), "ERROR"),
+    ],
+)
+def test_each_state_of_a_seam(answers, monkeypatch, state, missing, level):
+    patch = seam("accelerate.utils", state=state, missing=missing)
+    monkeypatch.setitem(sys.modules, "accelerate.utils", types.ModuleType("accelerate.utils"))
+    monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of(patch))
+    got, text, hint = only(doctor.examine(), "seams")
+    assert (got, bool(hint)) == (level, level != "PASS")
+    assert text == f"{state}: accelerate.utils.plan (a reason)"
+
+
+def test_an_unusable_matrix_is_an_error(answers, monkeypatch):
+    monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of(problem="no matrix"))
+    assert only(doctor.examine(), "seams")[:2] == ("ERROR", "no matrix")
+
+
+@pytest.mark.parametrize(
+    "name, value, level, said",
+    [
+        ("CUDA_VISIBLE_DEVICES", "", "WARN", "CUDA_VISIBLE_DEVICES=''"),
+        ("CUDA_VISIBLE_DEVICES", "1,0", "PASS", "'1,0'"),
+        ("BNB_CUDA_VERSION", "118", "WARN", "'118'"),
+        ("BNB_DISPATCH_FIX", "off", "WARN", "nothing is patched"),
+        ("BNB_DISPATCH_FIX", "rescu", "WARN", "rescu is no feature"),
+        ("BNB_DISPATCH_FIX", "backport", "PASS", "allows backport"),
+    ],
+)
+def test_environment_switches(answers, monkeypatch, name, value, level, said):
+    monkeypatch.setenv(name, value)
+    lines = found(doctor.examine(), "environment")
+    assert [line[0] for line in lines if said in line[1]] == [level]
+
+
+def test_a_check_that_fails_is_a_finding(answers, monkeypatch):
+    def broken(timeout):
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(surroundings, "look", broken)
+    monkeypatch.setattr(bnb_dispatch_fix, "status", broken)
+    checkup = doctor.examine()
+    assert only(checkup, "imports")[:2] == (
+        "ERROR",
+        "this check failed: OSError: no process can be started",
+    )
+    assert only(checkup, "seams")[0] == "ERROR"
+
+
+@pytest.mark.parametrize("broken", ["wrapt", "yaml", "packaging"])
+def test_without_a_dependency_of_ours(tmp_path, broken):
+    place(tmp_path, **{broken: "raise ImportError('gone')"})
+    run = subprocess.run(
+        [sys.executable, "-m", "bnb_dispatch_fix", "doctor"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert "reinstall bnb-dispatch-fix with its dependencies" in run.stdout
+
+
+def test_the_command_prints_lines_or_json(answers, capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("PASS   python")
+    assert lines[-1].endswith("0 warnings, 0 errors")
+    answers["torch"].facts.update(build="cpu", devices=[])
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["healthy"] is False
+    assert set(told["findings"][0]) == {"level", "topic", "text", "hint"}
+
+
+def test_signs_of_a_driver(tmp_path):
+    assert surroundings.nvidia_driver(tmp_path) is None
+    control = tmp_path / "dev/nvidiactl"
+    control.parent.mkdir()
+    control.touch()
+    assert surroundings.nvidia_driver(tmp_path) == str(control)
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Fri May", "utf-8"
+    )
+    assert surroundings.nvidia_driver(tmp_path) == "version 570.133.20"
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    """A module whose `plan` is patched, one that kept the old function, and the status."""
+
+    def plan():
+        return "installed"
+
+    target, late = types.ModuleType("mod"), types.ModuleType("late_library")
+    target.plan = late.their_plan = plan
+    monkeypatch.setitem(sys.modules, "mod", target)
+    monkeypatch.setitem(sys.modules, "late_library", late)
+    monkeypatch.setitem(sys.modules, "not_a_module", 7)
+    monkeypatch.setattr(bystanders, "_AT_HOME", (*bystanders._AT_HOME, __name__.partition(".")[0]))
+    patch = Patch(target, "plan", plan, lambda wrapped, args, kwargs: wrapped())
+    patch.apply()
+    return target, patch
+
+
+def test_modules_that_kept_the_old_function_are_named(patched):
+    assert bystanders.unpatched_references(status_of(seam())) == ("late_library.their_plan",)
+
+
+def test_a_seam_that_only_watches_has_no_unpatched_references(patched):
+    assert bystanders.unpatched_references(status_of(seam(fixes=()))) == ()
+
+
+def foreign(function, name="patcher_library"):
+    """A wrapper as another library makes it, with that library's globals."""
+    scope = {"__name__": name, "function": function}
+    exec("def wrapper(): return function()", scope)
+    scope["wrapper"].__wrapped__ = function
+    scope["wrapper"].__module__ = "transformers"  # as functools.wraps copies it
+    return scope["wrapper"]
+
+
+def test_other_patchers_above_and_below_are_named(patched):
+    target, patch = patched
+    assert bystanders.other_patchers(status_of(seam())) == ()
+    target.plan = foreign(target.plan)
+    ((name, patcher),) = bystanders.other_patchers(status_of(seam()))
+    assert name == "mod.plan"
+    assert patcher.startswith("patcher_library (")
+    below = Patch(target, "plan", foreign(patch.original, "below"), patch.call)
+    below.apply()
+    assert [p[1][:5] for p in bystanders.other_patchers(status_of(seam()))] == ["below"]
