@@ -1,0 +1,132 @@
+"""Small packages called transformers and accelerate, and programs that run beside them.
+
+Their functions are this file's own; a matrix is written that knows them. What real releases do
+is tested in tests/release.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix.recognition import fingerprint_text
+
+PACKAGE_FOLDER = Path(bnb_dispatch_fix.__file__).parent.parent
+PLANNER = "transformers.integrations.accelerate"
+
+#: A planner with a signature and helpers as the backport needs them; it answers "installed".
+PLANNER_SOURCE = '''
+def get_max_memory(max_memory=None):
+    return dict(max_memory)
+
+def compute_module_sizes(model, hf_quantizer=None):
+    return {"": 100, "block": 20}, {"head": 40}
+
+def get_balanced_memory(model, max_memory=None, no_split_module_classes=None, hf_quantizer=None,
+                        low_zero=False):
+    """Fake planner."""
+    return "installed"
+'''
+#: 100 bytes on two devices, the largest leaf 40: 100 // 2 + int(1.25 * 40).
+BACKPORTED = {0: 100, 1: 1000}
+
+SEAM = {
+    "id": "fake",
+    "features": ["backport"],
+    "package": "transformers",
+    "versions": ">=5",
+    "module": PLANNER,
+    "attribute": "get_balanced_memory",
+    "implementation": "transformers.get_balanced_memory",
+    "fixes": [47203, 47211],
+}
+
+#: Asks the planner in the way that leads to BACKPORTED or "installed".
+PLAN = """
+def plan():
+    import transformers.integrations.accelerate as planner
+    return planner.get_balanced_memory(None, {0: 1000, 1: 1000})
+
+def state():
+    return [(patch.state, patch.reason) for patch in bnb_dispatch_fix.status().patches]
+"""
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def fake_packages(folder: Path, planner: str = PLANNER_SOURCE) -> Path:
+    """A folder with transformers 5.12.1 and accelerate 1.14.0, and a matrix of one seam."""
+    write_files(
+        folder,
+        {
+            "transformers/__init__.py": '__version__ = "5.12.1"\nfrom . import utils\n',
+            "transformers/utils.py": "",
+            "transformers/integrations/__init__.py": "",
+            "transformers/integrations/accelerate.py": planner,
+            "accelerate/__init__.py": '__version__ = "1.14.0"\nfrom . import state\n',
+            "accelerate/state.py": "",
+        },
+    )
+    fingerprint = fingerprint_text(PLANNER_SOURCE, "get_balanced_memory")
+    body = {"fingerprint": fingerprint, "lacks": [47203, 47211], "releases": ["5.12.1"]}
+    fixes = [
+        {"pr": 47203, "package": "transformers", "first": "5.14.0", "what": "a"},
+        {"pr": 47211, "package": "transformers", "first": "5.18.0", "what": "b"},
+    ]
+    matrix: dict[str, Any] = {
+        "schema": 1,
+        "fixes": fixes,
+        "seams": [SEAM],
+        "implementations": {SEAM["implementation"]: [body]},
+    }
+    (folder / "matrix.yaml").write_text(yaml.safe_dump(matrix), encoding="utf-8")
+    return folder
+
+
+def with_matrix(folder: Path) -> str:
+    """The line that makes the shim read the matrix of `folder`; it loads no package of it."""
+    return (
+        "import pathlib\nfrom bnb_dispatch_fix import compat\n"
+        f"compat.matrix_path = lambda: pathlib.Path({str(folder / 'matrix.yaml')!r})\n"
+    )
+
+
+def run_python(
+    code: str, *paths: Path, options: tuple[str, ...] = (), **environment: str
+) -> list[str]:
+    """Run a program in a Python of its own; its lines of output. It must end well and in time."""
+    finished = finished_python("-c", code, paths=paths, options=options, **environment)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stderr == "", finished.stderr
+    return finished.stdout.splitlines()
+
+
+def finished_python(
+    *arguments: str,
+    paths: tuple[Path, ...] = (),
+    options: tuple[str, ...] = (),
+    cwd: Path | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python; `paths` and the folder of the shim come first on its path."""
+    path = os.pathsep.join(map(str, (*paths, PACKAGE_FOLDER)))
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("BNB_DISPATCH_FIX")}
+    return subprocess.run(
+        [sys.executable, *options, *arguments],
+        env={**inherited, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+    )
