@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
 
+from bnb_dispatch_fix import legacy, rescue
 from bnb_dispatch_fix.backport import accelerate, transformers_v5
 from bnb_dispatch_fix.patches import Handler
 
@@ -41,6 +42,21 @@ REPLACEMENTS: Mapping[str, Replacement] = {
         accelerate.PARAMETERS,
         accelerate.HELPERS,
         exact=True,
+    ),
+    "transformers._get_device_map": Replacement(
+        rescue.transformers_planner,
+        ("model", "device_map", "max_memory", "hf_quantizer"),
+        ("get_max_memory",),
+    ),
+    "transformers.from_pretrained": Replacement(legacy.from_pretrained, ()),
+    "accelerate.infer_auto_device_map": Replacement(
+        rescue.legacy_planner,
+        ("model", "max_memory", "no_split_module_classes", "dtype"),
+        ("get_max_memory",),
+    ),
+    "accelerate.get_quantized_model_device_map": Replacement(
+        rescue.accelerate_bnb_planner,
+        ("model", "bnb_quantization_config", "device_map", "max_memory"),
     ),
 }
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, Callable, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple
+
+from packaging.version import Version
 
 from bnb_dispatch_fix.backport.balanced import no_split_names
-
-Device = Union[int, str]
+from bnb_dispatch_fix.placement.budgets import (
+    SINGLE_DEVICE_SHARE,
+    Budgets,
+    adds_unused,
+    reserved_but_unused,
+    usable_budgets,
+)
+from bnb_dispatch_fix.placement.packing import Device
+from bnb_dispatch_fix.placement.sizers import Sizer, sizer_for
+from bnb_dispatch_fix.placement.units import Units, measure
 
 #: The values of `device_map` that ask for a plan.
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -19,6 +29,9 @@ class Request(NamedTuple):
 
     `max_memory` is as the caller gave it, before anything is balanced or held back;
     `quantizer` is transformers' `HfQuantizer`, accelerate's `BnbQuantizationConfig`, or None.
+    `adjust` takes off each budget (bytes) what the quantizer keeps; `sizer` tells the bytes per
+    element once loaded; `lone_share` is used of a lone accelerator's free memory; `adds_unused`
+    says that the planner adds what torch has reserved and does not use.
     """
 
     model: Any
@@ -27,7 +40,10 @@ class Request(NamedTuple):
     no_split: FrozenSet[str]
     quantizer: Any
     get_max_memory: Callable[..., Dict[Device, Any]]
-    dtype: Any = None
+    adjust: Optional[Callable[[Dict[Device, Any]], Dict[Device, Any]]]
+    sizer: Sizer
+    lone_share: float = SINGLE_DEVICE_SHARE
+    adds_unused: bool = False
 
     @property
     def is_bitsandbytes(self) -> bool:
@@ -39,10 +55,32 @@ class Request(NamedTuple):
         """Whether a module on the CPU or the disk is an error, or silently slow, here."""
         return _offload_switch(self.quantizer) is False
 
-    def adjusted(self, budgets: Dict[Device, Any]) -> Dict[Device, Any]:
-        """The budgets the quantizer leaves (bytes); bitsandbytes takes a tenth since 4.33."""
-        adjust = getattr(self.quantizer, "adjust_max_memory", None)
-        return budgets if adjust is None else dict(adjust(budgets))
+    @property
+    def counts_true_sizes(self) -> bool:
+        """Whether the planner asks the quantizer for each tensor, as transformers 5 does."""
+        return hasattr(self.quantizer, "param_element_size")
+
+    def budgets(self) -> Budgets:
+        """What each device may hold, in bytes.
+
+        Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
+        """
+        return usable_budgets(
+            self.max_memory,
+            get_max_memory=self.get_max_memory,
+            adjust=self.adjust,
+            single_device_share=self.lone_share,
+            unused=reserved_but_unused if self.adds_unused else None,
+        )
+
+    def units(self, no_placement_params: Collection[str] = ()) -> Units:
+        """What goes to one device whole, in true bytes."""
+        return measure(
+            self.model,
+            no_split_module_classes=self.no_split,
+            sizer=self.sizer,
+            no_placement_params=no_placement_params,
+        )
 
 
 def _offload_switch(quantizer: Any) -> Optional[bool]:
@@ -66,17 +104,20 @@ def from_transformers(
     strategy = given.get("device_map")
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         return None
-    model = given["model"]
+    model, quantizer = given["model"], given.get("hf_quantizer")
     ask = getattr(model, "_get_no_split_modules", None)  # a plain attribute since 5.1
     classes = model._no_split_modules if ask is None else ask(strategy)
     return Request(
         model=model,
         strategy=strategy,
-        max_memory=_copied(given.get("max_memory")),
+        max_memory=copied(given.get("max_memory")),
         no_split=frozenset(no_split_names(classes)),
-        quantizer=given.get("hf_quantizer"),
-        get_max_memory=_beside(installed, "get_max_memory"),
-        dtype=given.get("dtype", given.get("torch_dtype")),
+        quantizer=quantizer,
+        get_max_memory=installed.__globals__["get_max_memory"],
+        adjust=getattr(quantizer, "adjust_max_memory", None),
+        sizer=sizer_for(model, quantizer, given.get("dtype", given.get("torch_dtype"))),
+        lone_share=lone_share(strategy),
+        adds_unused=adds_unused(_release("transformers")),
     )
 
 
@@ -92,20 +133,25 @@ def from_accelerate_bnb(
     return Request(
         model=given["model"],
         strategy=strategy,
-        max_memory=_copied(given.get("max_memory")),
+        max_memory=copied(given.get("max_memory")),
         no_split=frozenset(no_split_names(given.get("no_split_module_classes"))),
         quantizer=config,
         get_max_memory=sys.modules["accelerate.utils.modeling"].get_max_memory,
-        dtype=config.torch_dtype,
+        adjust=None,
+        sizer=sizer_for(given["model"], config),
+        lone_share=lone_share(strategy),
     )
 
 
-def _copied(max_memory: Optional[Mapping[Device, Any]]) -> Optional[Dict[Device, Any]]:
+def copied(max_memory: Optional[Mapping[Device, Any]]) -> Optional[Dict[Device, Any]]:
     """A copy: the installed `get_max_memory` turns texts into numbers in the caller's dict."""
     return None if max_memory is None else dict(max_memory)
 
 
-def _beside(installed: Callable[..., Any], helper: str) -> Callable[..., Dict[Device, Any]]:
-    """A helper of the module the planner lives in, as it is now."""
-    found: Callable[..., Dict[Device, Any]] = installed.__globals__[helper]
-    return found
+def lone_share(strategy: str) -> float:
+    """What is used of a lone accelerator without `max_memory`; only balancing keeps a tenth."""
+    return 1.0 if strategy == "sequential" else SINGLE_DEVICE_SHARE
+
+
+def _release(package: str) -> Tuple[int, ...]:
+    return Version(sys.modules[package].__version__).release

@@ -51,7 +51,7 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
 
 def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
     if not seam.fixes:
-        return Verdict("applied", (), f"{label}: unknown source, signature as expected")
+        return Verdict("applied", (), f"{label}: takes the parameters expected")
     probe = probe_balanced_fault(function)
     confirmed = tuple(pr for pr in seam.fixes if pr in probe.confirmed)
     if confirmed:

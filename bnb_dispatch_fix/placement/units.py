@@ -59,6 +59,16 @@ class Units:
         """Bytes of all units; tied tensors count once, excluded ones do not."""
         return sum(unit.size for unit in self.units)
 
+    def loads(self, device_map: Mapping[str, Device]) -> Dict[Device, int]:
+        """Return the bytes a device map puts on each device; what it does not cover is left out."""
+        loads: Dict[Device, int] = {}
+        for unit in self.units:
+            covering = [name for name in (*ancestors(unit.name), unit.name) if name in device_map]
+            if covering:
+                device = device_map[covering[-1]]
+                loads[device] = loads.get(device, 0) + unit.size
+        return loads
+
     def device_map(self, devices: Mapping[str, Device]) -> Dict[str, Device]:
         """Return the shortest device map for a placement (unit name → device)."""
         pairs = [(key, devices[name]) for name, facts in self.facts.items() for key in facts.keys]

@@ -1,0 +1,200 @@
+"""Around a planner: an exact search where its map would be refused, or where it raised."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple, Union
+
+from bnb_dispatch_fix import features, legacy, requests
+from bnb_dispatch_fix.placement.budgets import Budgets
+from bnb_dispatch_fix.placement.packing import (
+    Device,
+    GaveUp,
+    Impossible,
+    Placement,
+    device_order,
+    pack,
+)
+from bnb_dispatch_fix.placement.units import Units
+from bnb_dispatch_fix.requests import Request
+
+logger = logging.getLogger("bnb_dispatch_fix")
+
+#: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
+#: KeyError for device ids with gaps under balanced_low_0, ValueError for a no-split class
+#: without an instance (transformers 5.14.0-5.24.0), IndexError for towers tied pairwise.
+PLANNER_ERRORS = (ValueError, KeyError, IndexError)
+GIB = 2**30
+
+RequestReader = Callable[[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Optional[Request]]
+
+
+class Outcome(NamedTuple):
+    """What the exact search found for a request; `device_map` is None unless it is placed."""
+
+    result: Union[Placement, Impossible, GaveUp]
+    units: Units
+    budgets: Budgets
+    device_map: Optional[Dict[str, Device]]
+
+
+def search(request: Request) -> Outcome:
+    """Search a placement on the accelerators within the caller's own budgets.
+
+    Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
+    """
+    budgets = request.budgets()
+    usable = budgets.accelerators
+    low_zero = request.strategy == "balanced_low_0" and len(usable) > 1
+    fill_last = device_order(usable)[0] if low_zero else None
+    # Since transformers 5.16 a model may name parameters that can stay out of every budget; that
+    # is done only where the model does not fit with them.
+    removable = getattr(request.model, "_no_placement_params", None) or ()
+    for left_out in ((), removable) if removable else ((),):
+        units = request.units(left_out)
+        result = pack(units.units, usable, fill_last=fill_last)
+        if isinstance(result, Placement):
+            return Outcome(result, units, budgets, units.device_map(result.devices))
+    return Outcome(result, units, budgets, None)
+
+
+def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for `_get_device_map` of transformers 4.50 and newer."""
+    return _around(requests.from_transformers, installed, args, kwargs)
+
+
+def legacy_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for the `infer_auto_device_map` that transformers 4.30-4.49 call."""
+    return _around(legacy.read_request, installed, args, kwargs)
+
+
+def accelerate_bnb_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for accelerate's `get_quantized_model_device_map`."""
+    return _around(requests.from_accelerate_bnb, installed, args, kwargs)
+
+
+def _around(
+    read: RequestReader,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Any:
+    """Call the installed planner; step in only where its answer would be refused."""
+    request = _read(read, installed, args, kwargs)
+    if request is None:
+        return installed(*args, **kwargs)
+    try:
+        device_map = installed(*args, **kwargs)
+    except PLANNER_ERRORS as error:
+        found = _instead(request, error, None)
+        if found is None:
+            raise
+        return found
+    if not (request.refuses_offload and isinstance(device_map, Mapping)):
+        return device_map
+    if offloads(device_map):
+        why = "modules on the CPU"
+    elif not request.counts_true_sizes and _overfills(request, device_map):
+        why = "more on a device than its budget, unquantized modules being counted as quantized"
+    else:
+        return device_map
+    found = _instead(request, None, why)
+    return device_map if found is None else found
+
+
+def _read(
+    read: RequestReader,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Optional[Request]:
+    """The request, or None where it cannot be read: then the installed planner is on its own."""
+    try:
+        return read(installed, args, kwargs)
+    except Exception as error:
+        logger.debug("a planner's call is left alone: %r", error)
+        return None
+
+
+def offloads(device_map: Mapping[str, Device]) -> bool:
+    """Whether a device map leaves modules to the CPU or the disk though accelerators are there.
+
+    A map without any accelerator is right on a machine that has none; budgets may name one even
+    there.
+    """
+    places = {str(device) for device in device_map.values()}
+    if places <= {"cpu", "disk"}:
+        return accelerators_seen() > 0
+    return not places.isdisjoint({"cpu", "disk"})
+
+
+def accelerators_seen() -> int:
+    """How many accelerators torch sees."""
+    torch: Any = sys.modules.get("torch")
+    counts = [0]
+    for name in ("cuda", "xpu", "npu", "mlu", "musa", "hpu"):
+        try:
+            counts.append(int(getattr(torch, name).device_count()))
+        except Exception:  # torch has no such backend here, or it is broken
+            continue
+    return max(counts)
+
+
+def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
+    """Whether true sizes put more on an accelerator than the caller's budget.
+
+    transformers 4.x counts every module of a bitsandbytes model as quantized, embeddings too.
+    """
+    try:
+        loads = request.units().loads(device_map)
+        usable = request.budgets().accelerators
+    except Exception as fault:
+        logger.debug("the loads of a device map were not checked: %r", fault)
+        return False
+    return any(load > usable.get(device, load) for device, load in loads.items())
+
+
+def _instead(
+    request: Request, error: Optional[Exception], why: Optional[str]
+) -> Optional[Dict[str, Device]]:
+    """An exact placement, None where there is none; no exception leaves it."""
+    try:
+        outcome = search(request)
+        if outcome.device_map is not None and "rescue" in features.on():
+            if error is not None:
+                _validate(request, outcome.device_map)
+            _announce(request, why or _one_line(error), outcome)
+            return outcome.device_map
+    except Exception as fault:
+        level = logging.DEBUG if error is not None else logging.WARNING
+        logger.log(level, "no exact placement was looked for: %r", fault)
+    return None
+
+
+def _validate(request: Request, device_map: Dict[str, Device]) -> None:
+    """Ask the quantizer itself; what it raises was not about the placement."""
+    validate = getattr(request.quantizer, "validate_environment", None)
+    if validate is not None:
+        validate(device_map=device_map)
+
+
+def _announce(request: Request, why: str, outcome: Outcome) -> None:
+    """One line: why, where the model went, how to switch it off."""
+    usable = outcome.budgets.accelerators
+    loads = outcome.units.loads(outcome.device_map or {})
+    logger.warning(
+        "device_map=%r gave %s; every module has a place within the budgets: %s "
+        "(BNB_DISPATCH_FIX=backport,explain switches this off)",
+        request.strategy,
+        why,
+        ", ".join(
+            f"{device}: {load / GIB:.2f} of {usable[device] / GIB:.2f} GiB"
+            for device, load in loads.items()
+        ),
+    )
+
+
+def _one_line(error: Optional[Exception]) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:80]}{'...' if len(text) > 80 else ''}"
