@@ -26,7 +26,6 @@ def installed(package):
 
 
 TRANSFORMERS = Version(installed("transformers") or "0")
-HAS_TORCH = installed("torch") is not None
 
 
 def pytest_collection_modifyitems(items):

@@ -8,6 +8,7 @@ simulation is loaded from its file, so that it does not activate the shim.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
