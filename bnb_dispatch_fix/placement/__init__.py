@@ -1,1 +1,1 @@
-"""From a model and its budgets to a placement on the accelerators, or the proof that none exists."""
+"""From a model and budgets to a placement on the accelerators, or the proof that there is none."""

@@ -206,7 +206,9 @@ def _divisible(sizes: Sequence[int], budgets: Sequence[int]) -> bool:
             for rest in _maximal_loads(kinds, counts, budget):
                 work += 1
                 if work > CHECK_LIMIT:
-                    raise CannotVerify(f"more than {CHECK_LIMIT} loads of the devices")
+                    raise CannotVerify(
+                        f"more than {CHECK_LIMIT} steps through the loads of the devices"
+                    )
                 if (
                     rest is not None
                     and sum(kind * count for kind, count in zip(kinds, rest)) <= later
@@ -219,7 +221,10 @@ def _divisible(sizes: Sequence[int], budgets: Sequence[int]) -> bool:
 def _maximal_loads(
     kinds: Sequence[int], counts: Tuple[int, ...], budget: int
 ) -> Iterator[Optional[Tuple[int, ...]]]:
-    """Yield what remains of the counts for each load, None if something could be added to it."""
+    """Yield what remains of the counts for each load to which nothing could be added.
+
+    None stands for a step on the way, so that the caller can count them.
+    """
     partial: List[Tuple[Tuple[int, ...], int, Optional[int]]] = [((), budget, None)]
     while partial:
         rest, room, missing = partial.pop()
@@ -227,6 +232,7 @@ def _maximal_loads(
         if at == len(kinds):
             yield rest if missing is None or room < missing else None
             continue
+        yield None
         for taken in range(min(counts[at], room // kinds[at]) + 1):
             left = counts[at] - taken
             smallest = kinds[at] if left and missing is None else missing

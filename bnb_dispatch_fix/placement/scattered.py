@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from itertools import accumulate
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from itertools import accumulate, groupby
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 from .contiguous import Segment, Steps, tie_groups
 
@@ -173,54 +173,96 @@ class _Division:
         return smallest_gap is not None and smallest_gap <= room
 
 
-def arrange(steps: Steps, packed: Bins) -> List[Segment]:
-    """Lay sizes that were divided among devices along the model, with few changes."""
-    quota = [Counter(sizes) for sizes in packed]
-    holder: Dict[int, int] = {}
+def few_changes(steps: Steps, caps: Sequence[int], bins: Bins, nodes: int) -> List[Segment]:
+    """Return a placement with few changes, knowing that the sizes can be divided into `bins`.
+
+    One run after the other is laid on the devices, in several orders, for as long as what
+    remains of the model can still be divided. `nodes` may be spent on each such question.
+    """
+    best = _segments(_arrange(steps, [], bins))
+    usable = [device for device, cap in enumerate(caps) if cap > 0]
+    by_size = sorted(usable, key=lambda device: caps[device])
+    for order in (usable, by_size, by_size[::-1]):
+        for turn in range(len(order)):
+            found = _runs_then_rest(steps, caps, order[turn:] + order[:turn], nodes)
+            if found is not None and len(found) < len(best):
+                best = found
+    return best
+
+
+def _runs_then_rest(
+    steps: Steps, caps: Sequence[int], order: Sequence[int], nodes: int
+) -> Optional[List[Segment]]:
+    """Lay full runs in this order as far as the rest can be divided, then the rest."""
+    prefix = [0, *accumulate(steps.sizes)]
+    devices: List[int] = []
+    for device in order:
+        end = bisect_right(prefix, prefix[len(devices)] + caps[device]) - 1
+        devices.extend([device] * (end - len(devices)))
+    best = None
+    low, high = 0, len(devices)
+    while low < high:
+        middle = (low + high + 1) // 2
+        room = list(caps)
+        for device, size in zip(devices[:middle], steps.sizes):
+            room[device] -= size
+        try:
+            bins = divide(steps.sizes[middle:], room, nodes)
+        except OutOfEffort:
+            bins = None
+        if bins is None:
+            high = middle - 1
+        else:
+            low = middle
+            best = _arrange(steps, devices[:middle], bins)
+    return None if best is None else _segments(best)
+
+
+def _segments(devices: Sequence[int]) -> List[Segment]:
     segments: List[Segment] = []
-    device = -1
-    start = step = 0
-    total = len(steps.sizes)
-    used = [device for device, sizes in enumerate(packed) if sizes]
-    while step < total:
-        end = _covers(steps, step, device, quota[device], holder) if device >= 0 else step
-        if end == step:
-            if step > start:
-                segments.append((device, start, step))
-            start = step
-            device = _next_device(steps, step, used, quota, holder)
-            end = _covers(steps, step, device, quota[device], holder)
-        for at in range(step, end):
-            size, group = steps.sizes[at], steps.groups[at]
-            if group >= 0:
-                holder.setdefault(group, device)
-            if size:
-                quota[device][size] -= 1
-        step = end
-    segments.append((device, start, total))
+    for device, steps in groupby(devices):
+        start = segments[-1][2] if segments else 0
+        segments.append((device, start, start + len(list(steps))))
     return segments
 
 
+def _arrange(steps: Steps, given: Sequence[int], bins: Bins) -> List[int]:
+    """Return the device of each step: the first ones as given, the rest from the bins."""
+    quota = [Counter(sizes) for sizes in bins]
+    holder: Dict[int, int] = {}
+    devices: List[int] = []
+    device = -1
+    for step, (size, group) in enumerate(zip(steps.sizes, steps.groups)):
+        if group in holder:
+            device = holder[group]
+        elif step < len(given):
+            device = given[step]
+        else:
+            if device < 0 or (size and not quota[device][size]):
+                device = _next_device(steps, step, quota, holder)
+            quota[device][size] -= 1
+        if group >= 0:
+            holder[group] = device
+        devices.append(device)
+    return devices
+
+
 def _next_device(
-    steps: Steps,
-    step: int,
-    used: Sequence[int],
-    quota: Sequence[Dict[int, int]],
-    holder: Dict[int, int],
+    steps: Steps, step: int, quota: Sequence[Mapping[int, int]], holder: Mapping[int, int]
 ) -> int:
     """Return the device that can take the longest stretch from `step` on."""
-    ends = [(_covers(steps, step, device, quota[device], holder), -device) for device in used]
-    return -max(ends)[1]
+    used = [device for device, sizes in enumerate(quota) if sizes]
+    return max(used, key=lambda device: _covers(steps, step, device, quota[device], holder))
 
 
 def _covers(
-    steps: Steps, step: int, device: int, quota: Dict[int, int], holder: Dict[int, int]
+    steps: Steps, step: int, device: int, quota: Mapping[int, int], holder: Mapping[int, int]
 ) -> int:
     """Return the step after the stretch from `step` on that the device's quota covers."""
     taken: Dict[int, int] = {}
     for at in range(step, len(steps.sizes)):
         size, group = steps.sizes[at], steps.groups[at]
-        if group >= 0 and holder.get(group, device) != device:
+        if holder.get(group, device) != device:
             return at
         if size:
             taken[size] = taken.get(size, 0) + 1

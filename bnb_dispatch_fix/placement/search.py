@@ -9,7 +9,7 @@ from operator import ne
 from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from .contiguous import AnyOrder, Chain, Segment, Steps, chains, in_device_order
-from .scattered import Effort, Line, OutOfEffort, arrange, divide
+from .scattered import Effort, Line, OutOfEffort, divide, few_changes
 
 if TYPE_CHECKING:
     from .packing import Unit
@@ -109,17 +109,38 @@ class Search:
 
         caps = self._spare_last(bytes_on_last)
         line = Line(self.steps)
-
-        def walk(chain: Chain, caps: Caps, runs: int, embedding: bool) -> Optional[List[Segment]]:
-            try:
-                return line.search(caps, runs - 1, embedding, Effort(share))
-            except OutOfEffort:
-                self.optimal = False
-                return None
-
         chain = Chain(line.prefix, range(line.total), (), self.steps.embedding)
-        segments = self._fewer_runs(walk, caps, chain, arrange(self.steps, bins))
+        segments = few_changes(self.steps, caps, bins, share // POLISH)
+        segments = self._fewer_runs(line, caps, segments, share)
+        rest = Effort(share)
+
+        def walk(_: Chain, caps: Caps, runs: int, embedding: bool) -> Optional[List[Segment]]:
+            return self._walk(line, caps, runs, embedding, rest)
+
         return self._found(chain, self._refine(walk, caps, chain, segments), False)
+
+    def _walk(
+        self, line: Line, caps: Caps, runs: int, embedding: bool, effort: Effort
+    ) -> Optional[List[Segment]]:
+        try:
+            return line.search(caps, runs - 1, embedding, effort)
+        except OutOfEffort:
+            self.optimal = False
+            return None
+
+    def _fewer_runs(
+        self, line: Line, caps: Caps, segments: List[Segment], share: int
+    ) -> List[Segment]:
+        """Try all smaller numbers of runs, in growing steps once the effort runs out."""
+        runs = _fewest_devices(self.total, caps)
+        step = 1
+        while runs < len(segments):
+            found = self._walk(line, caps, runs, False, Effort(share))
+            if found is not None:
+                return found
+            runs += step
+            step += step if not self.optimal else 0
+        return segments
 
     def _spare_last(self, bytes_on_last: Callable[[Caps], Optional[int]]) -> Caps:
         """Return the budgets, that of the device filled last cut down to what it has to hold.
@@ -142,20 +163,6 @@ class Search:
                 load = less
         caps[self.last] = self.budgets[self.last] if load is None else load
         return caps
-
-    def _fewer_runs(
-        self, walk: _Solver, caps: Caps, chain: Chain, segments: List[Segment]
-    ) -> List[Segment]:
-        """Try all smaller numbers of runs, in growing steps once the effort runs out."""
-        runs = _fewest_devices(self.total, caps)
-        step = 1
-        while runs < len(segments):
-            found = walk(chain, caps, runs, False)
-            if found is not None:
-                return found
-            runs += step
-            step += step if not self.optimal else 0
-        return segments
 
     def _refine(
         self, solver: _Solver, caps: Caps, chain: Chain, segments: List[Segment]
