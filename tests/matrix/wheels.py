@@ -71,7 +71,7 @@ def read_members(
             print(f"[{count}/{len(missing)}] {failure or missing[count - 1].pin}", flush=True)
             failures += [failure] if failure else []
     if failures:
-        raise WheelError("; ".join(failures))
+        raise WheelError(f"{len(failures)} of {len(releases)} failed, first: {failures[0]}")
     return {release: _read(_folder(cache, release), wanted) for release in releases}
 
 

@@ -205,7 +205,10 @@ def test_only_wanted_files_are_kept_and_a_cut_off_run_goes_on(tmp_path, monkeypa
     monkeypatch.setattr(wheels, "_pip", pip)
     wanted = ["some/a.py", "some/absent.py"]
 
-    with pytest.raises(wheels.WheelError, match=r"some==1\.1\.0 cannot be downloaded: .*network"):
+    with pytest.raises(
+        wheels.WheelError,
+        match=r"1 of 2 failed, first: some==1\.1\.0 cannot be downloaded: .*network",
+    ):
         wheels.read_members([first, second], wanted, tmp_path, jobs=2)
     pip.files["some==1.1.0"] = {"some/absent.py": "c = 1\n"}
     read = wheels.read_members([first, second], wanted, tmp_path, jobs=2)
