@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
+import inspect
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix import legacy, rescue
 from bnb_dispatch_fix.backport import accelerate, transformers_v5
 from bnb_dispatch_fix.patches import Handler
+from bnb_dispatch_fix.probe import signature_mismatch
 
 
 class Replacement(NamedTuple):
@@ -22,11 +24,16 @@ class Replacement(NamedTuple):
     helpers: Tuple[str, ...] = ()
     exact: bool = False
 
-    def accepts(self, parameters: Tuple[str, ...]) -> bool:
-        """Whether an installed function with these parameters can be stood for."""
+    def mismatch(self, function: Any) -> Optional[str]:
+        """Why an installed function with its signature cannot be stood for; None if it can."""
         if self.exact:
-            return parameters == self.parameters
-        return set(self.parameters) <= set(parameters)
+            return signature_mismatch(function, self.parameters)
+        try:
+            found = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            return f"its signature cannot be read ({error})"
+        missing = [name for name in self.parameters if name not in found]
+        return f"it has no parameter {', '.join(missing)}" if missing else None
 
 
 #: By the key of the implementation (see `implementations` in the matrix).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.compat import Matrix, Seam
@@ -46,18 +45,19 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
         return Verdict("already-fixed", (), f"{label} has {_numbers(seam.fixes)}")
     if misfit:
         return Verdict("skipped", lacks, misfit)
-    return Verdict("applied", lacks, f"{label} lacks {_numbers(lacks)}" if lacks else label)
+    reason = f"{label} lacks {_numbers(lacks)}" if lacks else _looked_after(seam, label)
+    return Verdict("applied", lacks, reason)
 
 
 def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
     if not seam.fixes:
-        return Verdict("applied", (), f"{label}: takes the parameters expected")
+        return Verdict("applied", (), _looked_after(seam, label))
     probe = probe_balanced_fault(function)
     confirmed = tuple(pr for pr in seam.fixes if pr in probe.confirmed)
     if confirmed:
         return Verdict("applied", confirmed, f"{label}: unknown source, fault confirmed")
     if all(pr in probe.ruled_out for pr in seam.fixes):
-        return Verdict("already-fixed", (), f"{label} is not in the matrix; checked by behaviour")
+        return Verdict("already-fixed", (), f"{label}: not in the matrix; checked by behaviour")
     return Verdict(
         "skipped",
         seam.fixes,
@@ -68,20 +68,18 @@ def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
 def _misfit(seam: Seam, function: Any) -> Optional[str]:
     """Why the replacement cannot stand for `function`; None where it can."""
     needs = REPLACEMENTS[seam.implementation]
-    try:
-        parameters = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as error:
-        return f"its signature cannot be read ({error})"
-    if not needs.accepts(parameters):
-        return (
-            f"expected the parameters {', '.join(needs.parameters)}, "
-            f"found {', '.join(parameters) or 'none'}"
-        )
+    mismatch = needs.mismatch(function)
+    if mismatch:
+        return mismatch
     helpers = getattr(function, "__globals__", {})
     missing = [name for name in needs.helpers if not callable(helpers.get(name))]
     if missing:
         return f"its module has no {', '.join(missing)}"
     return None
+
+
+def _looked_after(seam: Seam, label: str) -> str:
+    return f"{label}: called as it is, with {' and '.join(seam.features)}"
 
 
 def _numbers(prs: Tuple[int, ...]) -> str:
