@@ -117,13 +117,15 @@ def finished_python(
     paths: tuple[Path, ...] = (),
     options: tuple[str, ...] = (),
     cwd: Path | None = None,
+    python: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python; `paths` and the folder of the shim come first on its path."""
-    path = os.pathsep.join(map(str, (*paths, PACKAGE_FOLDER)))
+    """Run Python, this one or another; `paths` and the shim come first on its path."""
+    dependencies = () if python is None else (Path(yaml.__file__).parent.parent,)
+    path = os.pathsep.join(map(str, (*paths, PACKAGE_FOLDER, *dependencies)))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("BNB_DISPATCH_FIX")}
     return subprocess.run(
-        [sys.executable, *options, *arguments],
+        [str(python or sys.executable), *options, *arguments],
         env={**inherited, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,

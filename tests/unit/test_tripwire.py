@@ -142,7 +142,7 @@ class TestTell:
     def test_a_failed_import_that_is_tried_again(self, wire, monkeypatch):
         told = told_by(wire, "pack.broken")
         monkeypatch.setenv("PACK_BROKEN", "1")
-        with pytest.raises(ImportError, match="^no$"):
+        with pytest.raises(ImportError, match="no"):
             importlib.import_module("pack.broken")
         assert told == []
         monkeypatch.delenv("PACK_BROKEN")
