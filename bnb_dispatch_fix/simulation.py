@@ -14,7 +14,7 @@ import types
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Union
 
 Device = Union[int, str]
 
@@ -99,14 +99,24 @@ def plan_checkpoint(
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, **(four if bits == 4 else {})
     )
+    return outcome_of(
+        lambda: AutoModelForCausalLM.from_pretrained(
+            folder,
+            device_map=device_map,
+            max_memory=None if max_memory is None else dict(max_memory),
+            quantization_config=config,
+        ),
+        free,
+    )
+
+
+def outcome_of(
+    from_pretrained: Callable[[], Any], free: Optional[Mapping[Device, int]] = None
+) -> Outcome:
+    """Call a function that ends in `from_pretrained`, on simulated GPUs (see `plan_checkpoint`)."""
     with simulated_gpus(free):
         try:
-            AutoModelForCausalLM.from_pretrained(
-                folder,
-                device_map=device_map,
-                max_memory=None if max_memory is None else dict(max_memory),
-                quantization_config=config,
-            )
+            from_pretrained()
         except _Planned as planned:
             return Outcome(planned.device_map, None)
         except Exception as error:
@@ -120,6 +130,7 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
 
     Args:
         free: bytes that each GPU id and "cpu" report as free, for calls without `max_memory`.
+            Without it torch says that it sees 16, and nothing about their memory.
     """
     import accelerate.utils.modeling
     import bitsandbytes  # noqa: F401  # before CUDA is pretended: it would look for a driver
@@ -137,7 +148,9 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
 
         stop: Any = classmethod(_stop_before_loading)
         stack.enter_context(_replaced(PreTrainedModel, "_load_pretrained_model", stop))
-        if free is not None:
+        if free is None:
+            stack.enter_context(_replaced(torch.cuda, "device_count", lambda: 16))
+        else:
             _report_free_memory(stack, free)
         yield
 

@@ -1,0 +1,195 @@
+"""Rescue on the installed release: a placement wherever one exists, and no touch elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="plans real modules: needs torch")
+pytest.importorskip("bitsandbytes", reason="what refuses a device map is its quantizer")
+
+import shapes
+from accelerate.utils.modeling import check_device_map
+from packaging.version import Version
+from shapes import SHARE, STRATEGIES, Shape
+
+import bnb_dispatch_fix
+
+CASES = json.loads(
+    (Path(__file__).parent.parent / "data" / "placement_cases.json").read_text("utf-8")
+)
+LISTED = [
+    pytest.param(case, strategy, id=f"{case['id']}-{strategy}")
+    for case in CASES
+    for strategy in case["strategies"]
+]
+REFUSAL = "Some modules are dispatched on the CPU or the disk"
+
+
+@pytest.fixture(autouse=True)
+def active():
+    bnb_dispatch_fix.activate()
+    yield
+    bnb_dispatch_fix.deactivate()
+
+
+def budgets_of(case):
+    """`max_memory` in bytes; it leaves what the case says, whatever the release keeps back."""
+    scale = shapes.MIB * case["factor"] / SHARE
+    return {
+        device if device == "cpu" else int(device): int(size * scale) + 1
+        for device, size in case["max_memory"].items()
+    }
+
+
+@pytest.mark.parametrize(("case", "strategy"), LISTED)
+def test_a_case_loads_if_and_only_if_it_fits(case, strategy):
+    shape, max_memory = shapes.from_mib(case["shape"]), budgets_of(case)
+    assert sum(shape.sizes.values()) == pytest.approx(case["total"] * shapes.MIB, rel=0.005)
+    outcome = shapes.plan(shape, strategy, max_memory)
+    if case["fits_on_accelerators"]:
+        shapes.assert_placed(shape, outcome, max_memory)
+        check_device_map(shapes.build(shape), dict(outcome.device_map))
+    else:
+        assert REFUSAL in " ".join(str(outcome.error).split())
+
+
+# Embedding 10, sixteen blocks of 5 and head 10, in bytes × 1000: 100 in all.
+HUNDRED = Shape(10_000, (5_000,) * 16, 10_000)
+
+
+def budget(*sizes, cpu=1_000_000):
+    """`max_memory` of which the release leaves `sizes`."""
+    return {**{device: int(size / SHARE) + 1 for device, size in enumerate(sizes)}, "cpu": cpu}
+
+
+#: Room for ten blocks beside the embedding; the planners keep room for another one back there.
+TIGHT = budget(60_000, 41_000)
+ROOMY = budget(130_000, 130_000)
+
+
+def both(plan):
+    """The outcome without the shim and with it."""
+    bnb_dispatch_fix.deactivate()
+    without = plan()
+    bnb_dispatch_fix.activate()
+    return without, plan()
+
+
+def on_cpu(outcome):
+    return outcome.offloaded or REFUSAL in " ".join(str(outcome.error).split())
+
+
+def test_what_the_installed_planner_refuses_is_placed():
+    without, found = both(lambda: shapes.plan(HUNDRED, "sequential", TIGHT))
+    assert on_cpu(without)
+    shapes.assert_placed(HUNDRED, found, TIGHT)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_accepted_map_is_not_touched(strategy, caplog):
+    """What the backport changes is not looked at here: it is off on both sides."""
+    bnb_dispatch_fix.activate(["backport"])
+    expected = shapes.plan(HUNDRED, strategy, ROOMY)
+    bnb_dispatch_fix.activate()
+    found = shapes.plan(HUNDRED, strategy, ROOMY)
+    shapes.assert_placed(HUNDRED, expected, ROOMY)
+    assert found == expected
+    assert not warnings_of(caplog)
+
+
+def warnings_of(caplog):
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "bnb_dispatch_fix" and record.levelno >= logging.WARNING
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.skipif(not shapes.HAS_PLANNER, reason="from_pretrained would have to load weights")
+def test_a_model_without_quantizer_is_not_touched(strategy, caplog):
+    model = shapes.build(HUNDRED, torch.nn.Linear)
+    total = sum(p.numel() * 2 for p in model.parameters())
+    max_memory = {0: int(total * 0.55), 1: int(total * 0.55), "cpu": 10 * total}
+    bnb_dispatch_fix.activate(["backport"])
+    expected = shapes.call_planner(model, strategy, max_memory, None)
+    bnb_dispatch_fix.activate()
+    assert shapes.call_planner(model, strategy, max_memory, None) == expected
+    assert expected.error is None
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_offloading_that_the_caller_allowed_is_not_touched(strategy, caplog):
+    max_memory = budget(60_000, 30_000)
+    bnb_dispatch_fix.activate(["backport"])
+    allowed = {"llm_int8_enable_fp32_cpu_offload": True}
+    expected = shapes.plan(HUNDRED, strategy, max_memory, **allowed)
+    bnb_dispatch_fix.activate()
+    found = shapes.plan(HUNDRED, strategy, max_memory, **allowed)
+    assert (found.device_map, repr(found.error)) == (expected.device_map, repr(expected.error))
+    assert on_cpu(expected)
+    # Before 4.38 the release refuses such a map all the same, where it made it itself.
+    assert (expected.error is None) == (shapes.TRANSFORMERS >= Version("4.38.0"))
+    assert not warnings_of(caplog)
+
+
+def test_rescue_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", "backport,explain")
+    bnb_dispatch_fix.activate()
+    assert on_cpu(shapes.plan(HUNDRED, "sequential", TIGHT))
+    monkeypatch.delenv("BNB_DISPATCH_FIX")
+    bnb_dispatch_fix.activate()
+    shapes.assert_placed(HUNDRED, shapes.plan(HUNDRED, "sequential", TIGHT), TIGHT)
+
+
+def test_one_warning_line_says_why_where_and_how_to_switch_it_off(caplog):
+    found = shapes.plan(HUNDRED, "sequential", TIGHT)
+    (line,) = warnings_of(caplog)
+    assert "\n" not in line
+    assert "device_map='sequential'" in line
+    assert "BNB_DISPATCH_FIX=backport,explain" in line
+    for device in HUNDRED.loads(found.device_map):
+        assert f"{device}: 0.00 of 0.00 GiB" in line
+
+
+# Valid arguments on which planners raise: gaps in the ids, ids not from 0, a class without an
+# instance (5.14-5.24 take the maximum of nothing).
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "devices", [(0, 3), (1, 2), (2, 5, 9), (7, 1)], ids=lambda d: "-".join(map(str, d))
+)
+def test_any_device_ids(devices, strategy):
+    max_memory = {**dict.fromkeys(devices, int(70_000 / SHARE)), "cpu": 1_000_000}
+    shapes.assert_placed(HUNDRED, shapes.plan(HUNDRED, strategy, max_memory), max_memory)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_no_split_class_without_an_instance(strategy, monkeypatch):
+    monkeypatch.setattr(shapes.ShapeModel, "_no_split_modules", ["Block", "Absent"])
+    shapes.assert_placed(HUNDRED, shapes.plan(HUNDRED, strategy, TIGHT), TIGHT)
+
+
+def test_low_zero_fills_the_first_device_last():
+    """80 of 100 fit on the other two devices."""
+    max_memory = budget(60_000, 46_000, 46_000)
+    found = shapes.plan(HUNDRED, "balanced_low_0", max_memory)
+    shapes.assert_placed(HUNDRED, found, max_memory)
+    assert HUNDRED.loads(found.device_map)[0] == 10_000
+
+
+@pytest.mark.parametrize(
+    "max_memory",
+    [{0: "1 potato", "cpu": "1GiB"}, {"gpu": "1GiB"}, {0: "1GiB", "cuda:1": "1GiB"}],
+    ids=str,
+)
+def test_bad_budgets_raise_what_the_release_raises(max_memory):
+    without, found = both(lambda: shapes.plan(HUNDRED, "auto", max_memory))
+    assert without.error is not None
+    assert repr(found.error) == repr(without.error)
