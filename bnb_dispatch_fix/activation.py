@@ -6,8 +6,11 @@ is imported, judged or hooked while its lock is held.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import logging
+import os
 import sys
 import threading
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
@@ -46,10 +49,18 @@ class Switchboard:
         self._lock = threading.RLock()
         self._off_because = "not activated"
         self._patches: Dict[str, Patch] = {}
+        self._undone: Dict[str, Patch] = {}
         self._failures: Dict[str, str] = {}
         self._announced: Set[Tuple[str, str]] = set()
         self._matrix: Optional[Matrix] = None
         self._problem: Optional[str] = None
+        self._complaint: Optional[str] = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        """A lock that another thread held at the fork would never be released in the child."""
+        self._lock = threading.RLock()
 
     def activate(self, features: Optional[Iterable[str]], strict: bool) -> None:
         """Switch features on, patch what is loaded and wait for the rest."""
@@ -59,8 +70,9 @@ class Switchboard:
             if features is None
             else switch.allowed & feature_switch.checked(features)
         )
-        if switch.complaint:
-            logger.warning("%s", switch.complaint)
+        if switch.complaint and switch.complaint != self._complaint:
+            _log(logging.WARNING, "%s", switch.complaint)
+        self._complaint = switch.complaint
         matrix = self._load()
         with self._lock:
             feature_switch.switch_on(wanted)
@@ -94,7 +106,7 @@ class Switchboard:
             version=bnb_dispatch_fix.__version__,
             features=tuple(name for name in feature_switch.FEATURES if name in feature_switch.on()),
             installed=installed_versions(),
-            patches=tuple(self._look_at(seam, matrix) for seam in _expected(matrix)),
+            patches=tuple(self._look_safely_at(seam, matrix) for seam in _expected(matrix)),
             problem=self._problem,
         )
 
@@ -108,20 +120,18 @@ class Switchboard:
             try:
                 importlib.import_module(seam.module)
             except Exception as error:
-                line = " ".join(str(error).split())
-                self._failures[seam.id] = (
-                    f"importing {seam.module} failed: {type(error).__name__}: {line}"
-                )
+                self._failures[seam.id] = f"importing {seam.module} failed: {_in_one_line(error)}"
 
     def _load(self) -> Matrix:
         """The matrix, read once; an empty one, and `_problem`, where it cannot be read."""
         if self._matrix is None:
             try:
                 self._matrix, self._problem = load_matrix(), None
-            except MatrixError as error:
+            except Exception as error:
+                problem = str(error) if isinstance(error, MatrixError) else _in_one_line(error)
                 if self._problem is None:
-                    logger.warning("nothing is patched: %s", error)
-                self._problem = str(error)
+                    _log(logging.WARNING, "nothing is patched: %s", problem)
+                self._problem = problem
         return self._matrix or _NO_MATRIX
 
     def _patch_module(self, name: str, module: Any) -> None:
@@ -129,55 +139,71 @@ class Switchboard:
         for seam in self._load().seams:
             if seam.module != name or not _on(seam):
                 continue
+            self._failures.pop(seam.id, None)
             try:
                 version = installed_version(seam.package)
                 if in_range(version, seam.versions):
                     self._patch(seam, module, version)
             except Exception as error:
-                self._failures[seam.id] = f"{type(error).__name__}: {error}"
-                logger.warning("%s.%s is not patched: %r", seam.module, seam.attribute, error)
+                self._failures[seam.id] = _in_one_line(error)
+                _log(
+                    logging.WARNING,
+                    "%s.%s is not patched: %s",
+                    *_names(seam),
+                    self._failures[seam.id],
+                )
 
     def _patch(self, seam: Seam, module: Any, version: Optional[str]) -> None:
         owner, attribute = locate(module, seam.attribute)
-        function = found_at(owner, attribute)
+        found = found_at(owner, attribute)
         patch = self._patches.get(seam.id)
-        with self._lock:
-            if patch is not None and _on(seam):
-                patch.active = True  # somebody may have wrapped it: let it work from below
-        if patch is not None and patch.on_top() and patch.owner is owner:
+        ours = patch is not None and patch.owner is owner
+        if patch is not None and ours and (patch.on_top() or wraps_ours(found, patch)):
             return
-        original = original_of(function)
+        original = original_of(found)
         verdict = judge(seam, self._load(), original, version)
         if verdict.state != "applied":
             if verdict.lacks and patch is None:
-                logger.warning("%s.%s is not patched: %s", *_names(seam), verdict.reason)
+                _log(logging.WARNING, "%s.%s is not patched: %s", *_names(seam), verdict.reason)
             return
-        patch = Patch(
-            owner,
-            attribute,
-            original,
-            handler(seam.implementation, lambda error: _report_failure(seam, error)),
-        )
         with self._lock:
             if not _on(seam):
                 return
-            self._failures.pop(seam.id, None)
-            self._patches[seam.id] = patch
-            patch.apply()
-        self._announce(seam, verdict.reason)
+            changed = found_at(owner, attribute) is not found
+            if not changed:
+                self._patches[seam.id] = patch = self._patch_over(seam, owner, attribute, original)
+                patch.apply()
+        if changed:  # by another thread, while this one judged
+            self._patch(seam, module, version)
+        else:
+            self._announce(seam, verdict.reason)
+
+    def _patch_over(self, seam: Seam, owner: Any, attribute: str, original: Any) -> Patch:
+        """The patch that stood there before it was undone: its wrapper may be kept somewhere."""
+        undone = self._undone.pop(seam.id, None)
+        if undone is not None and undone.owner is owner and undone.original is original:
+            return undone
+        report = functools.partial(_report_failure, seam)
+        return Patch(
+            owner,
+            attribute,
+            original,
+            handler(seam.implementation, report),
+            is_on=functools.partial(_on, seam),
+        )
 
     def _take_away(self, seam_id: str) -> None:
         """Undo a patch; one that is not on top any more stays, passing through."""
         patch = self._patches.get(seam_id)
         if patch is not None and patch.undo():
-            del self._patches[seam_id]
+            self._undone[seam_id] = self._patches.pop(seam_id)
 
     def _announce(self, seam: Seam, reason: str) -> None:
         """One INFO line per function of a package; its other names are worth a DEBUG line."""
         key = (seam.package, seam.implementation)
         level = logging.DEBUG if key in self._announced else logging.INFO
         self._announced.add(key)
-        logger.log(level, "patched %s.%s: %s", *_names(seam), reason)
+        _log(level, "patched %s.%s: %s", *_names(seam), reason)
 
     def _raise_if_incomplete(self) -> None:
         found = self.status()
@@ -188,6 +214,12 @@ class Switchboard:
                 raise ActivationError(
                     f"{patch.module}.{patch.attribute} is {patch.state}: {patch.reason}"
                 )
+
+    def _look_safely_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
+        try:
+            return self._look_at(seam, matrix)
+        except Exception as error:
+            return _found(seam, "failed", _in_one_line(error), missing=seam.fixes)
 
     def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
         """The state of one seam, judged by what stands under its name now."""
@@ -224,6 +256,13 @@ class Switchboard:
             return _found(seam, "disabled", self._off_because, missing=missing)
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=missing)
+        package = sys.modules.get(seam.package)
+        if package is not None and getattr(package, "__file__", None) is None:
+            reason = f"{seam.package} here is a folder without __init__.py, not the library"
+            return _found(seam, "skipped", f"{reason}: {list(package.__path__)}", missing=missing)
+        if package is not None and not hasattr(package, "__path__"):
+            reason = f"{seam.package} here is the single file {package.__file__}, not the library"
+            return _found(seam, "skipped", reason, missing=missing)
         return _found(seam, "pending", f"{seam.module} is not imported yet", missing=missing)
 
 
@@ -258,12 +297,22 @@ def _names(seam: Seam) -> Tuple[str, str]:
 
 
 def _report_failure(seam: Seam, error: BaseException) -> None:
-    logger.warning(
+    _log(
+        logging.WARNING,
         "the replacement of %s.%s failed, the installed function answered instead: %r",
-        seam.module,
-        seam.attribute,
+        *_names(seam),
         error,
     )
+
+
+def _log(level: int, message: str, *arguments: Any) -> None:
+    """Log; a handler that raises must not break an import or a plan."""
+    with contextlib.suppress(Exception):
+        logger.log(level, message, *arguments)
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _expected(matrix: Matrix) -> List[Seam]:

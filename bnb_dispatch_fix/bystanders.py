@@ -5,7 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any, Dict, Iterator, List, Tuple
 
-from bnb_dispatch_fix.patches import PatchedFunction, describe, found_at, locate, original_of
+from bnb_dispatch_fix.patches import (
+    PatchedFunction,
+    describe,
+    found_at,
+    home_of,
+    locate,
+    original_of,
+)
 from bnb_dispatch_fix.states import PatchStatus, Status
 
 #: Code of these packages is expected behind a seam.
@@ -38,8 +45,8 @@ def other_patchers(status: Status) -> Tuple[Tuple[str, str], ...]:
     found: List[Tuple[str, str]] = []
     for patch, function in _seams(status):
         for layer in _layers(function):
-            if _home(layer).partition(".")[0] not in _AT_HOME:
-                patcher = f"{_home(layer)} ({describe(layer)})"
+            if home_of(layer).partition(".")[0] not in _AT_HOME:
+                patcher = f"{home_of(layer)} ({describe(layer)})"
                 found.append((f"{patch.module}.{patch.attribute}", patcher))
     return tuple(found)
 
@@ -64,19 +71,6 @@ def _layers(function: Any) -> Iterator[Any]:
             return
         yield function
         function = getattr(function, "__wrapped__", None)
-
-
-def _home(function: Any) -> str:
-    """The module whose code runs: functools.wraps copies `__module__`, but not the globals."""
-    for candidate in (
-        function,
-        getattr(function, "_self_wrapper", None),  # wrapt's wrappers
-        getattr(function, "func", None),  # functools.partial
-    ):
-        variables = getattr(candidate, "__globals__", None)
-        if type(candidate).__name__ == "function" and isinstance(variables, dict):
-            return str(variables.get("__name__", "?"))
-    return type(function).__module__
 
 
 def _variables(module: Any) -> Dict[str, Any]:

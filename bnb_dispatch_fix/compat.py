@@ -95,6 +95,8 @@ def load_matrix(path: Optional[Path] = None) -> Matrix:
         ) from error
     if len(raw) > SIZE_LIMIT:
         raise MatrixError(f"{path}: larger than {SIZE_LIMIT} bytes; reinstall bnb-dispatch-fix")
+    if b"&" in raw:  # without an anchor there is no alias, and no file that grows when it is read
+        raise MatrixError(f"{path}: has anchors, expected none; reinstall bnb-dispatch-fix")
     try:
         data = yaml.load(raw, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -189,6 +191,8 @@ def missing_by_version(matrix: Matrix, seam: Seam, version: Optional[str]) -> Tu
     A fix of another package than the one whose code stands there is in no release of it.
     """
     home = seam.implementation.partition(".")[0]
+    if home != seam.package:
+        version = installed_version(home)
     released = {
         fix.pr
         for fix in matrix.fixes

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Callable, Dict, Iterator, Tuple
 
 import wrapt
 
 #: Answers a call of the patched name: (installed function, args, kwargs) -> its result.
 Handler = Callable[[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Any]
+
+
+class _PatchedMethod(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg,misc,unused-ignore]
+    """What a patched method becomes on access: it pickles as the method does."""
+
+    def __reduce_ex__(self, protocol: Any) -> Tuple[Callable[..., Any], Tuple[Any, str]]:
+        owner = getattr(self.__wrapped__, "__self__", self._self_parent._self_patch.owner)
+        return getattr, (owner, self.__name__)
 
 
 class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg,misc,unused-ignore]
@@ -18,41 +26,54 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg,misc,unus
     without it.
     """
 
+    __bound_function_wrapper__ = _PatchedMethod
+
     def __init__(self, patch: Patch) -> None:
         super().__init__(patch.original, patch.call)
         self._self_patch = patch
 
-    def __reduce_ex__(self, protocol: Any) -> Tuple[Callable[..., Any], Tuple[str, str]]:
-        return _named, (self._self_patch.owner.__name__, self._self_patch.attribute)
+    def __reduce_ex__(self, protocol: Any) -> Tuple[Callable[..., Any], Tuple[str, ...]]:
+        owner, attribute = self._self_patch.owner, self._self_patch.attribute
+        if isinstance(owner, type):
+            return _named, (owner.__module__, *owner.__qualname__.split("."), attribute)
+        return _named, (owner.__name__, attribute)
 
 
-def _named(module: str, attribute: str) -> Any:
-    return getattr(importlib.import_module(module), attribute)
+def _named(module: str, *names: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in names:
+        found = getattr(found, name)
+    return found
 
 
 class Patch:
     """A wrapper over `owner.attribute`, and the very object that was there before.
 
-    `active` is looked at by every call: a wrapper that somebody else wrapped, and that
+    `is_on` is asked by every call: a wrapper that somebody else wrapped or kept, and that
     therefore cannot be taken away, passes through to the original when it is off.
     """
 
-    def __init__(self, owner: Any, attribute: str, original: Any, handler: Handler) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        attribute: str,
+        original: Any,
+        handler: Handler,
+        is_on: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.owner = owner
         self.attribute = attribute
         self.original = original
-        self.active = False
         self._handler = handler
+        self._is_on = is_on
         self.wrapper = PatchedFunction(self)
 
     def apply(self) -> None:
         """Put the wrapper over the name."""
-        self.active = True
         setattr(self.owner, self.attribute, self.wrapper)
 
     def undo(self) -> bool:
         """Put the original back where the wrapper is on top; False where it is not any more."""
-        self.active = False
         if not self.on_top():
             return False
         setattr(self.owner, self.attribute, self.original)
@@ -66,7 +87,7 @@ class Patch:
         self, wrapped: Callable[..., Any], _instance: Any, args: Tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Answer one call of the patched name."""
-        if not self.active:
+        if not self._is_on():
             return wrapped(*args, **kwargs)
         return self._handler(wrapped, args, kwargs)
 
@@ -94,14 +115,50 @@ def original_of(function: Any) -> Any:
 
 
 def wraps_ours(function: Any, patch: Patch) -> bool:
-    """Whether a wrapper of somebody else leads to this patch through `__wrapped__`."""
-    for _ in range(32):  # a chain that leads back to itself must end
-        function = getattr(function, "__wrapped__", None)
-        if function is None:
-            return False
-        if function is patch.wrapper:
-            return True
-    return False
+    """Whether a wrapper of somebody else leads to this patch, as far as can be seen."""
+    return any(inner is patch.wrapper for inner in _wrapped_by(function, depth=8))
+
+
+def _wrapped_by(function: Any, depth: int) -> Iterator[Any]:
+    """What a wrapper may call: its `__wrapped__`, and the functions it holds in its closure."""
+    held = [getattr(function, "__wrapped__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            held.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    for inner in held:
+        if callable(inner) and depth > 0:  # a chain that leads back to itself must end
+            yield inner
+            if not isinstance(inner, PatchedFunction):
+                yield from _wrapped_by(inner, depth - 1)
+
+
+def patcher_of(function: Any) -> str:
+    """How somebody else changed an installed function; empty where nobody has, as far as seen."""
+    if getattr(function, "__wrapped__", None) is not None:
+        return "wraps the installed function"
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return "stands in place of the installed function"
+    home = getattr(function, "__globals__", {}).get("__file__")
+    # Exchanged code comes from another file than the namespace it runs in.
+    if home is not None and home.endswith(".py") and home != code.co_filename:
+        return f"runs code of {code.co_filename}"
+    return ""
+
+
+def home_of(function: Any) -> str:
+    """The module whose code runs: functools.wraps copies `__module__`, but not the globals."""
+    for candidate in (
+        function,
+        getattr(function, "_self_wrapper", None),  # wrapt's wrappers
+        getattr(function, "func", None),  # functools.partial
+    ):
+        variables = getattr(candidate, "__globals__", None)
+        if type(candidate).__name__ == "function" and isinstance(variables, dict):
+            return str(variables.get("__name__", "?"))
+    return type(function).__module__
 
 
 def describe(function: Any) -> str:
@@ -109,5 +166,7 @@ def describe(function: Any) -> str:
     if function is None:
         return "nothing"
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    kind = "" if type(function).__name__ == "function" else f" ({type(function).__name__})"
-    return f"{getattr(function, '__module__', '?')}.{name}{kind}"
+    module, home = getattr(function, "__module__", "?"), home_of(function)
+    notes = [] if type(function).__name__ == "function" else [type(function).__name__]
+    notes += [] if home in (module, "builtins") else [f"made in {home}"]
+    return f"{module}.{name}" + (f" ({', '.join(notes)})" if notes else "")

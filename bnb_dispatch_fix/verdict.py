@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.compat import Matrix, Seam
-from bnb_dispatch_fix.patches import describe
-from bnb_dispatch_fix.probe import probe_balanced_fault
+from bnb_dispatch_fix.patches import describe, patcher_of
 from bnb_dispatch_fix.recognition import source_fingerprint
 from bnb_dispatch_fix.replacements import REPLACEMENTS
 
@@ -35,6 +34,9 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
     misfit = _misfit(seam, function)
     known = matrix.known(seam.implementation, source_fingerprint(function))
     if known is None:
+        patcher = patcher_of(function) if REPLACEMENTS[seam.implementation].exact else ""
+        if patcher:
+            return Verdict("skipped", seam.fixes, _spared(function, patcher))
         if misfit:
             return Verdict(
                 "skipped", seam.fixes, f"unknown source in {describe(function)}: {misfit}"
@@ -52,7 +54,7 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
 def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
     if not seam.fixes:
         return Verdict("applied", (), _looked_after(seam, label))
-    probe = probe_balanced_fault(function)
+    probe = REPLACEMENTS[seam.implementation].probe(function)
     confirmed = tuple(pr for pr in seam.fixes if pr in probe.confirmed)
     if confirmed:
         return Verdict("applied", confirmed, f"{label}: unknown source, fault confirmed")
@@ -76,6 +78,14 @@ def _misfit(seam: Seam, function: Any) -> Optional[str]:
     if missing:
         return f"its module has no {', '.join(missing)}"
     return None
+
+
+def _spared(function: Any, patcher: str) -> str:
+    """Somebody else's patch would be lost under a replacement; over ours it works."""
+    return (
+        f"{describe(function)} {patcher} and would be lost; import bnb_dispatch_fix before it, "
+        f"then both work"
+    )
 
 
 def _looked_after(seam: Seam, label: str) -> str:
