@@ -13,12 +13,13 @@ from bnb_dispatch_fix.tripwire import WIRE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Iterable, Optional
+    from typing import Any, Iterable, Mapping, Optional
 
+    from bnb_dispatch_fix.planning import Device, Plan
     from bnb_dispatch_fix.states import Status
 
 __version__ = "0.1.0"
-__all__ = ["activate", "deactivate", "status"]
+__all__ = ["activate", "deactivate", "plan", "status"]
 
 _TARGETS = ("transformers", "accelerate")
 #: Values of BNB_DISPATCH_FIX that switch everything off.
@@ -64,6 +65,42 @@ def status() -> "Status":
     from bnb_dispatch_fix import activation
 
     return activation.status()
+
+
+def plan(
+    model: "Any",
+    *,
+    max_memory: "Optional[Mapping[Device, Any]]" = None,
+    quantization_config: "Any" = None,
+    device_map: str = "auto",
+    dtype: "Any" = None,
+) -> "Plan":
+    """Where a model would go: as installed, with the backport and with rescue.
+
+    No weights are read and no GPU is needed: the installed planner is asked in a process of its
+    own, about the model on the meta device. Takes what `from_pretrained` takes.
+
+    Args:
+        model: a checkpoint folder, the path of a config.json, the name of a model in the local
+            Hugging Face cache, a transformers configuration, or a model (loaded or meta).
+        max_memory: bytes, or texts such as "22GiB", by device; None takes what is free here.
+        quantization_config: a BitsAndBytesConfig, or None for the model as its configuration is.
+        device_map: "auto", "balanced", "balanced_low_0" or "sequential".
+        dtype: torch dtype, or its name; None means that of the configuration, else float16.
+
+    Raises:
+        bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
+            transformers cannot build the model; a ValueError of one line.
+    """
+    from bnb_dispatch_fix import planning
+
+    return planning.plan(
+        model,
+        max_memory=max_memory,
+        quantization_config=quantization_config,
+        device_map=device_map,
+        dtype=dtype,
+    )
 
 
 def _start() -> None:

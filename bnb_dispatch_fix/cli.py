@@ -6,7 +6,7 @@ import argparse
 from typing import Optional, Sequence
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import autoload, doctor, runner
+from bnb_dispatch_fix import autoload, doctor, plan_command, runner
 from bnb_dispatch_fix.states import Status
 
 
@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     doctor.add_arguments(commands)
+    plan_command.add_arguments(commands)
     autoload.add_arguments(commands)
     runner.add_arguments(commands)
     return parser

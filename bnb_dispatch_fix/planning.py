@@ -137,26 +137,8 @@ def plan(
     quantization_config: Any = None,
     device_map: str = "auto",
     dtype: Any = None,
-    on_wait: Optional[Callable[[], None]] = None,
 ) -> Plan:
-    """Plan a model on the meta device; no weights are read, no GPU is needed.
-
-    Args:
-        model: a checkpoint folder, the path of a config.json, the name of a model in the local
-            Hugging Face cache, a transformers configuration, or a model (loaded or meta; its
-            class and configuration are used).
-        max_memory: as for `from_pretrained`: bytes or texts such as "22GiB" by device. None
-            takes what is free on this machine's accelerators.
-        quantization_config: as for `from_pretrained`; None plans the model as its configuration
-            says, which for most means 16 bits.
-        device_map: "auto", "balanced", "balanced_low_0" or "sequential".
-        dtype: torch dtype, or its name; None means that of the configuration, else float16.
-        on_wait: called ten times a second while the model is built.
-
-    Raises:
-        PlanError: an argument cannot be used, or the model cannot be built with the installed
-            transformers; one line.
-    """
+    """What `bnb_dispatch_fix.plan` does; see there."""
     job = {
         **_source(model),
         "max_memory": _pairs(max_memory),
@@ -165,12 +147,20 @@ def plan(
         "dtype": None if dtype is None else str(dtype).replace("torch.", ""),
     }
     if max_memory is None:
-        job["free"] = _free_memory()
-    return rehearse(job, on_wait)
+        job["free"] = free_memory()
+    return rehearse(job)
 
 
 def rehearse(job: Mapping[str, Any], on_wait: Optional[Callable[[], None]] = None) -> Plan:
-    """Have a process of its own carry out a job, and read its answer."""
+    """Have a process of its own carry out a job, and read its answer.
+
+    Args:
+        job: see `rehearsal.carry_out`; plain data.
+        on_wait: called ten times a second meanwhile.
+
+    Raises:
+        PlanError: the job cannot be carried out.
+    """
     answer = _ask(job, on_wait)
     if "error" in answer:
         raise PlanError(answer["error"])
@@ -308,11 +298,17 @@ def _quantization(config: Any) -> Optional[Dict[str, Any]]:
                 f"found {type(config).__name__}"
             )
         config = config.to_dict()
-    return json.loads(json.dumps(dict(config), default=lambda v: str(v).replace("torch.", "")))  # type: ignore[no-any-return]
+    text = json.dumps(dict(config), default=lambda value: str(value).replace("torch.", ""))
+    settings: Dict[str, Any] = json.loads(text)
+    return settings
 
 
-def _free_memory() -> List[List[Any]]:
-    """Free bytes of this machine's accelerators, and of the CPU; asked elsewhere."""
+def free_memory() -> List[List[Any]]:
+    """Free bytes of this machine's accelerators and the CPU, asked in a process of its own.
+
+    Raises:
+        PlanError: torch sees no accelerator.
+    """
     from bnb_dispatch_fix import surroundings
 
     devices = surroundings.look(["torch"])["torch"].facts.get("devices", [])

@@ -43,6 +43,11 @@ def main() -> None:
 def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
     """Build the model, ask each planner, and describe what they answered as plain data.
 
+    Args:
+        job: "path", or "config" with "class" (module and name, optional); "strategy"; "dtype" (a
+            name) and "quantization" (a dict), or None; "max_memory" as pairs of device and budget,
+            or None, with "free" bytes as pairs; "label" and "since" for examples.
+
     Raises:
         PlanError: the model cannot be built, or the budgets cannot be read.
     """
