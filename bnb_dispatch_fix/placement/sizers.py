@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
-from typing import Any, Callable, Collection, Mapping, NamedTuple, Optional, Pattern, Set
+from typing import Any, Callable, Collection, Dict, Mapping, NamedTuple, Optional, Pattern, Set
 
 
 class Storage(NamedTuple):
@@ -28,7 +28,8 @@ Sizer = Callable[[str, Any, Any], Storage]
 _EIGHT_BIT = Storage(1, "8-bit", True)
 _FOUR_BIT = Storage(0.5, "4-bit", True)
 _LAYERS = {"Linear4bit": _FOUR_BIT, "Linear8bitLt": _EIGHT_BIT}
-_HELD = ("Params4bit", "Int8Params")
+# By class of bitsandbytes' weights: what is set where they will not be quantized (again).
+_FINAL = {"Params4bit": "quant_state", "Int8Params": "has_fp16_weights"}
 _FP32 = Storage(4, "float32", False)
 # The values of accelerate's CustomDtype, which names what torch has no dtype for.
 _CUSTOM = {"fp8": _EIGHT_BIT, "int4": _FOUR_BIT, "int2": Storage(0.25, "2-bit", True)}
@@ -70,15 +71,20 @@ def call_sizer(
 def _quantizer_sizer(model: Any, quantizer: Any, kept: Optional[Pattern[str]]) -> Sizer:
     """The installed quantizer's own count, but true for what is kept in fp32 or loaded already."""
     element_size = quantizer.param_element_size
+    # Asked once per class: the answer takes a search for the module, and is the same for all.
+    held: Dict[type, Storage] = {}
 
     def size(name: str, tensor: Any, owner: Any) -> Storage:
+        tensor_class = type(tensor)
+        if tensor_class.__name__ in _FINAL:
+            if _is_final(tensor):
+                return _final_storage(tensor)
+            if tensor_class not in held:
+                held[tensor_class] = _quantized(element_size(model, name, tensor))
+            return held[tensor_class]
         storage = own_storage(tensor.dtype)
-        held = type(tensor).__name__ in _HELD
-        final = _final_storage(tensor) if held else None
-        if final is not None:
-            return final
         element = element_size(model, name, tensor)
-        if held or element != storage.bytes:
+        if element != storage.bytes:
             return _quantized(element)
         return _FP32 if kept and _matches(kept, name, tensor) else storage
 
@@ -93,7 +99,7 @@ def _bitsandbytes_sizer(
     def size(name: str, tensor: Any, owner: Any) -> Storage:
         quantized = _layer(owner)
         if quantized is not None and not name.endswith("bias"):
-            return _final_storage(tensor) or quantized
+            return _final_storage(tensor) if _is_final(tensor) else quantized
         if special.get(name) is not None:
             return dtype_storage(special[name])
         if kept and _matches(kept, name, tensor):
@@ -162,12 +168,17 @@ def _layer_class(module_class: Any) -> Optional[Storage]:
     return None
 
 
-def _final_storage(tensor: Any) -> Optional[Storage]:
-    """How a weight of bitsandbytes is stored that will not be quantized (again); None otherwise."""
+def _is_final(tensor: Any) -> bool:
+    """Whether a weight of bitsandbytes stays as it is: packed to 4 bits, or trained in 16."""
+    mark = _FINAL.get(type(tensor).__name__)
+    return mark is not None and bool(getattr(tensor, mark, None))
+
+
+def _final_storage(tensor: Any) -> Storage:
     storage = own_storage(tensor.dtype)
-    if getattr(tensor, "quant_state", None) is not None:  # two elements are one already
+    if type(tensor).__name__ == "Params4bit":  # two elements are one already
         return storage._replace(label=_FOUR_BIT.label, quantized=True)
-    return storage if getattr(tensor, "has_fp16_weights", False) else None
+    return storage
 
 
 def _matches(kept: Pattern[str], name: str, tensor: Any) -> bool:
