@@ -15,6 +15,8 @@ import pytest
 from packaging.version import Version
 
 HERE = Path(__file__).parent
+#: No network, no chatter; several processes on few cores: more threads would only wait.
+QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch", "wrapt", "PyYAML", "packaging")
 
 
@@ -53,7 +55,7 @@ def run(command, **environment):
     clean = {key: value for key, value in os.environ.items() if not key.startswith("BNB_DISPATCH")}
     result = subprocess.run(
         [sys.executable, *command],
-        env={**clean, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **environment},
+        env={**clean, **QUIET, **environment},
         capture_output=True,
         text=True,
         timeout=300,

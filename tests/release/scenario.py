@@ -61,7 +61,7 @@ def generate(device):
         quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     )
     linear = type(model.model.layers[0].self_attn.q_proj).__name__
-    tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=12, do_sample=False)
+    tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=8, do_sample=False)
     return {"linear": linear, "tokens": tokens.tolist()}
 
 

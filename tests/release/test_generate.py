@@ -16,6 +16,6 @@ STEPS = ["generate:cpu", "shim", "generate:cpu", "generate:auto"]
 def test_same_tokens(in_process):
     without, _, with_shim, automatic = in_process(STEPS)()
     assert without["linear"] == "Linear4bit"
-    assert len(without["tokens"][0]) == 20
+    assert len(without["tokens"][0]) == 16
     assert with_shim == without
     assert automatic == without

@@ -25,7 +25,7 @@ from bnb_dispatch_fix.simulation import simulated_gpus
 
 LABELS = {"LargestBlock", "LargestLeaf"}
 NAMES = [name for name in models.MODELS if not name.endswith("nf4")]
-CLASSES = [[models.BLOCK], (models.BLOCK,), [models.BLOCK, "Embedding"], models.BLOCK, None, []]
+CLASSES = [[models.BLOCK], (models.BLOCK, "Embedding"), models.BLOCK, None]
 #: Keyword arguments as transformers 4.x passes them for a plain and for a 4-bit model.
 SIZINGS = [
     {},
@@ -53,7 +53,7 @@ if not SEAMS:
 
 
 def budgets(total):
-    for count in (1, 2, 3, 4, 8):
+    for count in (1, 2, 3, 8):
         yield dict.fromkeys(range(count), 2 * total)
         yield {**{device: total * (device + 1) // 2 for device in range(count)}, "cpu": total}
         if count > 2:
