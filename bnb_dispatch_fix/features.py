@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import FrozenSet, Iterable, NamedTuple, Optional
+import threading
+from contextlib import contextmanager
+from typing import FrozenSet, Iterable, Iterator, NamedTuple, Optional
 
 from bnb_dispatch_fix import OFF
 
@@ -59,11 +61,23 @@ def checked(features: Iterable[str]) -> FrozenSet[str]:
 
 
 _on: FrozenSet[str] = frozenset()
+_thread = threading.local()
 
 
 def on() -> FrozenSet[str]:
-    """The features that are on in this process now; every wrapper asks at every call."""
-    return _on
+    """The features that are on for this thread now; every wrapper asks at every call."""
+    return _on.difference(getattr(_thread, "off", ()))
+
+
+@contextmanager
+def without(feature: str) -> Iterator[None]:
+    """Switch one feature off for this thread, while the block runs."""
+    before = getattr(_thread, "off", ())
+    _thread.off = (*before, feature)
+    try:
+        yield
+    finally:
+        _thread.off = before
 
 
 def switch_on(features: FrozenSet[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
-from bnb_dispatch_fix import legacy, rescue
+from bnb_dispatch_fix import features, legacy, rescue
 from bnb_dispatch_fix.backport import accelerate, transformers_v5
 from bnb_dispatch_fix.patches import Handler
 from bnb_dispatch_fix.probe import signature_mismatch
@@ -81,6 +81,8 @@ def handler(implementation: str, on_failure: Callable[[BaseException], None]) ->
         return replacement.function(wrapped, *args, **kwargs)
 
     def replace(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        if "backport" not in features.on():
+            return wrapped(*args, **kwargs)
         try:
             return replacement.function(wrapped, *args, **kwargs)
         except Exception as error:

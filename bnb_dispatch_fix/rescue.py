@@ -89,6 +89,8 @@ def _around(
     except PLANNER_ERRORS as error:
         found = _instead(request, error, None)
         if found is None:
+            found = _without_backport(installed, args, kwargs)
+        if found is None:
             raise
         return found
     if not (request.refuses_offload and isinstance(device_map, Mapping)):
@@ -101,6 +103,24 @@ def _around(
         return device_map
     found = _instead(request, None, why)
     return device_map if found is None else found
+
+
+def _without_backport(
+    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """The answer to budgets that nobody corrected; None where it is refused too.
+
+    Corrected budgets can turn a map that was accepted into one that is not: with less on the
+    accelerators than one module (a map that is all "cpu" is accepted), or with the sizes of
+    transformers 4.x that count too little.
+    """
+    if "backport" not in features.on():
+        return None
+    with features.without("backport"):
+        try:
+            return installed(*args, **kwargs)
+        except Exception:  # refused in any case: what was raised first is what the caller sees
+            return None
 
 
 def _read(
