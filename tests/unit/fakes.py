@@ -1,14 +1,18 @@
 """Small packages called transformers and accelerate, and programs that run beside them.
 
-Their functions are this file's own; a matrix is written that knows them. What real releases do
-is tested in tests/release.
+Their functions are this file's own, and programs get a copy of the shim whose matrix knows them.
+What real releases do is tested in tests/release.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,6 @@ import yaml
 import bnb_dispatch_fix
 from bnb_dispatch_fix.recognition import fingerprint_text
 
-PACKAGE_FOLDER = Path(bnb_dispatch_fix.__file__).parent.parent
 PLANNER = "transformers.integrations.accelerate"
 
 #: A planner with a signature and helpers as the backport needs them; it answers "installed".
@@ -66,7 +69,7 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def fake_packages(folder: Path, planner: str = PLANNER_SOURCE) -> Path:
-    """A folder with transformers 5.12.1 and accelerate 1.14.0, and a matrix of one seam."""
+    """A folder with transformers 5.12.1 and accelerate 1.14.0."""
     write_files(
         folder,
         {
@@ -78,28 +81,29 @@ def fake_packages(folder: Path, planner: str = PLANNER_SOURCE) -> Path:
             "accelerate/state.py": "",
         },
     )
-    fingerprint = fingerprint_text(PLANNER_SOURCE, "get_balanced_memory")
-    body = {"fingerprint": fingerprint, "lacks": [47203, 47211], "releases": ["5.12.1"]}
-    fixes = [
-        {"pr": 47203, "package": "transformers", "first": "5.14.0", "what": "a"},
-        {"pr": 47211, "package": "transformers", "first": "5.18.0", "what": "b"},
-    ]
-    matrix: dict[str, Any] = {
-        "schema": 1,
-        "fixes": fixes,
-        "seams": [SEAM],
-        "implementations": {SEAM["implementation"]: [body]},
-    }
-    (folder / "matrix.yaml").write_text(yaml.safe_dump(matrix), encoding="utf-8")
     return folder
 
 
-def with_matrix(folder: Path) -> str:
-    """The line that makes the shim read the matrix of `folder`; it loads no package of it."""
-    return (
-        "import pathlib\nfrom bnb_dispatch_fix import compat\n"
-        f"compat.matrix_path = lambda: pathlib.Path({str(folder / 'matrix.yaml')!r})\n"
-    )
+@functools.lru_cache(maxsize=None)
+def shim_folder() -> Path:
+    """A folder with a copy of the shim whose matrix knows the planner above, and only that."""
+    folder = Path(tempfile.mkdtemp(prefix="bnb-dispatch-fix-"))
+    atexit.register(shutil.rmtree, str(folder), ignore_errors=True)
+    copy = folder / "bnb_dispatch_fix"
+    shutil.copytree(str(Path(bnb_dispatch_fix.__file__).parent), str(copy))
+    fingerprint = fingerprint_text(PLANNER_SOURCE, "get_balanced_memory")
+    body = {"fingerprint": fingerprint, "lacks": [47203, 47211], "releases": ["5.12.1"]}
+    matrix: dict[str, Any] = {
+        "schema": 1,
+        "fixes": [
+            {"pr": 47203, "package": "transformers", "first": "5.14.0", "what": "a"},
+            {"pr": 47211, "package": "transformers", "first": "5.18.0", "what": "b"},
+        ],
+        "seams": [SEAM],
+        "implementations": {SEAM["implementation"]: [body]},
+    }
+    (copy / "compat_matrix.yaml").write_text(yaml.safe_dump(matrix), encoding="utf-8")
+    return folder
 
 
 def run_python(
@@ -122,7 +126,7 @@ def finished_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python, this one or another; `paths` and the shim come first on its path."""
     dependencies = () if python is None else (Path(yaml.__file__).parent.parent,)
-    path = os.pathsep.join(map(str, (*paths, PACKAGE_FOLDER, *dependencies)))
+    path = os.pathsep.join(map(str, (*paths, shim_folder(), *dependencies)))
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("BNB_DISPATCH_FIX")}
     return subprocess.run(
         [str(python or sys.executable), *options, *arguments],
@@ -130,5 +134,5 @@ def finished_python(
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=cwd,
+        cwd=cwd or shim_folder(),  # where `python -c` looks first
     )

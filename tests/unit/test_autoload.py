@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from fakes import PACKAGE_FOLDER, fake_packages, finished_python, with_matrix, write_files
+from fakes import fake_packages, finished_python, shim_folder, write_files
 
 from bnb_dispatch_fix import autoload, cli
 
@@ -168,7 +168,7 @@ print(type(planner.get_balanced_memory).__name__)
 """
         finished = finished_python(
             "-c",
-            "import sys\n" + with_matrix_at_trip(folder) + code,
+            code,
             paths=(folder,),
             python=enabled[0],
             PYTHONWARNINGS="error",
@@ -231,7 +231,7 @@ print([getattr(finder, "__name__", "") for finder in sys.meta_path].count("Waiti
 
     def test_with_an_import_of_the_package_as_well(self, enabled, tmp_path):
         folder = fake_packages(tmp_path)
-        code = "import bnb_dispatch_fix\n" + with_matrix(folder) + self.STATE
+        code = "import bnb_dispatch_fix\n" + self.STATE
         assert outcome(finished_python("-c", code, paths=(folder,), python=enabled[0])) == [
             "applied"
         ]
@@ -245,26 +245,11 @@ print([getattr(finder, "__name__", "") for finder in sys.meta_path].count("Waiti
         assert outcome(finished_python(option, "-c", code, python=enabled[0])) == [str(waits)]
 
 
-def with_matrix_at_trip(folder):
-    """Give the shim the fake matrix without importing the shim: at its first own import."""
-    return f"""
-import builtins, pathlib
-real = builtins.__import__
-def importing(name, *rest, **more):
-    module = real(name, *rest, **more)
-    compat = sys.modules.get("bnb_dispatch_fix.compat")
-    if hasattr(compat, "matrix_path"):
-        compat.matrix_path = lambda: pathlib.Path({str(folder / "matrix.yaml")!r})
-    return module
-builtins.__import__ = importing
-"""
-
-
 class TestCommand:
     def test_enable_status_disable(self, environment, capsys, monkeypatch):
         python, folder = environment
         monkeypatch.setattr(sys, "executable", str(python))
-        monkeypatch.setenv("PYTHONPATH", str(PACKAGE_FOLDER))
+        monkeypatch.setenv("PYTHONPATH", str(shim_folder()))
         where = ["--path", str(folder)]
 
         assert cli.main(["autoload", "enable", *where]) == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import PACKAGE_FOLDER, fake_packages, finished_python, run_python
+from fakes import fake_packages, finished_python, run_python, shim_folder
 
 LOADED = f"""
 import sys
 before = set(sys.modules)
-sys.path.insert(0, {str(PACKAGE_FOLDER)!r})
+sys.path.insert(0, {str(shim_folder())!r})
 import bnb_dispatch_fix
 print(*sorted(set(sys.modules) - before))
 """

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import fake_packages, finished_python, with_matrix, write_files
+from fakes import fake_packages, finished_python, write_files
 
 from bnb_dispatch_fix import cli, runner
 
@@ -100,7 +100,6 @@ def test_exit_codes(project, ending, code):
 def test_the_shim_is_active_in_the_program_and_in_its_children(project):
     fake_packages(project)
     child = (
-        "import bnb_dispatch_fix, sys\n" + with_matrix(project) + "import transformers\n"
         "import transformers.integrations.accelerate as planner\n"
         "print(type(planner.get_balanced_memory).__name__, end=' ')\n"
     )

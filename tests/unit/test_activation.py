@@ -1,0 +1,202 @@
+"""Activation in every order, on small packages; each order in a Python of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fakes import BACKPORTED, PLAN, fake_packages, run_python, write_files
+
+SHIM = "import bnb_dispatch_fix"
+TARGETS = [
+    "import transformers",
+    "import transformers.integrations.accelerate",
+    "from transformers.integrations.accelerate import get_balanced_memory as kept",
+    "import accelerate",
+]
+METADATA = {"transformers-5.12.1.dist-info/METADATA": "Name: transformers\nVersion: 5.12.1"}
+CHECK = "print(plan(), [state for state, _ in state()])"
+APPLIED = f"{BACKPORTED} ['applied']"
+
+
+def program(*steps):
+    return "\n".join([SHIM, PLAN, *steps])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("shim_first", [True, False])
+@pytest.mark.parametrize("again", ["", "import bnb_dispatch_fix", "bnb_dispatch_fix.activate()"])
+def test_either_may_come_first_and_the_shim_twice(tmp_path, target, shim_first, again):
+    folder = fake_packages(tmp_path)
+    steps = [SHIM, target] if shim_first else [target, SHIM]
+    code = "\n".join([*steps, again or "pass", PLAN, CHECK])
+    assert run_python(code, folder) == [APPLIED]
+
+
+@pytest.mark.parametrize("steps", list(itertools.permutations(["activate", "deactivate"], 2)))
+@pytest.mark.parametrize("when", range(3))
+def test_what_is_asked_for_before_the_target_is_imported_counts(tmp_path, steps, when):
+    """The tripwire must not overrule it later."""
+    folder = fake_packages(tmp_path)
+    calls = [f"bnb_dispatch_fix.{step}()" for step in steps]
+    calls.insert(when, "import transformers.integrations.accelerate")
+    on = steps[-1] == "activate"
+    expected = f"{BACKPORTED} ['applied']" if on else "installed ['disabled']"
+    assert run_python(program(*calls, CHECK), folder) == [expected]
+
+
+def test_features_asked_for_before_the_import_are_kept(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = ["bnb_dispatch_fix.activate(['rescue'])", CHECK, "bnb_dispatch_fix.activate()", CHECK]
+    assert run_python(program(*steps), folder) == ["installed ['disabled']", APPLIED]
+
+
+def test_status_before_anything_is_imported_is_pending(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = ["print([state for state, _ in state()])", "import sys; print('torch' in sys.modules)"]
+    write_files(
+        folder, {"transformers-5.12.1.dist-info/METADATA": "Name: transformers\nVersion: 5.12.1"}
+    )
+    assert run_python(program(*steps, CHECK), folder) == ["['pending']", "False", APPLIED]
+
+
+def test_undo_and_redo_bring_back_the_same_objects(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = """
+import transformers.integrations.accelerate as planner
+wrapper = planner.get_balanced_memory
+bnb_dispatch_fix.deactivate()
+original = planner.get_balanced_memory
+print(type(original).__name__, plan(), wrapper(None, {0: 1000, 1: 1000}))
+bnb_dispatch_fix.activate()
+print(planner.get_balanced_memory is wrapper, wrapper(None, {0: 1000, 1: 1000}))
+bnb_dispatch_fix.deactivate()
+bnb_dispatch_fix.deactivate()
+print(planner.get_balanced_memory is original, original is wrapper.__wrapped__)
+"""
+    assert run_python(program(steps), folder) == [
+        "function installed installed",
+        f"True {BACKPORTED}",
+        "True True",
+    ]
+
+
+def test_a_reload_is_told_and_activate_applies_again(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = """
+import importlib, transformers.integrations.accelerate as planner
+importlib.reload(planner)
+print(plan(), state()[0][0], "call activate()" in state()[0][1])
+bnb_dispatch_fix.activate()
+"""
+    assert run_python(program(steps, CHECK), folder) == ["installed replaced True", APPLIED]
+
+
+def test_a_module_that_is_deleted_and_imported_again_is_patched_again(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = """
+import sys, transformers.integrations.accelerate as old
+for name in [name for name in sys.modules if name.startswith("transformers")]:
+    del sys.modules[name]
+import transformers.integrations.accelerate as new
+print(old is new, plan(), [state for state, _ in state()])
+bnb_dispatch_fix.deactivate()
+print([module.get_balanced_memory(None, {0: 1000, 1: 1000}) for module in (old, new)])
+bnb_dispatch_fix.activate()
+"""
+    assert run_python(program(steps, CHECK), folder) == [
+        f"False {BACKPORTED} ['applied']",
+        "['installed', 'installed']",
+        APPLIED,
+    ]
+
+
+def test_a_failing_import_that_is_tried_again(tmp_path):
+    folder = fake_packages(tmp_path)
+    broken = folder / "transformers" / "utils.py"
+    broken.write_text("raise ImportError('no tokenizers')")
+    steps = f"""
+try:
+    import transformers
+except ImportError as error:
+    print(error)
+open({str(broken)!r}, "w").close()
+import importlib; importlib.invalidate_caches()
+"""
+    assert run_python(program(steps, CHECK), folder) == ["no tokenizers", APPLIED]
+
+
+@pytest.mark.parametrize(
+    "place", ["transformers/__init__.py", "transformers/integrations/accelerate.py"]
+)
+def test_imported_while_the_target_is_half_imported(tmp_path, place):
+    folder = fake_packages(tmp_path)
+    path = folder / place
+    path.write_text("import bnb_dispatch_fix\n" + path.read_text())
+    more = "import transformers.integrations.accelerate, transformers.integrations"
+    write_files(folder, {"transformers/later.py": ""})
+    code = "\n".join([more, "import transformers.later", SHIM, PLAN, CHECK])
+    assert run_python(code, folder) == [APPLIED]
+
+
+def test_strict_raises_for_what_is_missing_and_only_for_that(tmp_path):
+    folder = fake_packages(tmp_path, planner="def get_balanced_memory(other): pass\n")
+    steps = """
+bnb_dispatch_fix.activate(strict=True)
+import transformers.integrations.accelerate
+try:
+    bnb_dispatch_fix.activate(strict=True)
+except RuntimeError as error:
+    print(type(error).__name__, error)
+"""
+    code = program("import logging; logging.disable()", steps)
+    [line] = run_python(code, folder)
+    assert line.startswith(
+        "ActivationError transformers.integrations.accelerate.get_balanced_memory is skipped"
+    )
+
+
+def test_an_unknown_feature_is_the_callers_error(tmp_path):
+    folder = fake_packages(tmp_path)
+    steps = """
+try:
+    bnb_dispatch_fix.activate("backprot")
+except ValueError as error:
+    print(error)
+"""
+    [line] = run_python(program(steps), folder)
+    assert "backprot is unknown" in line
+
+
+class TestShadows:
+    """A local file or folder called transformers: nothing breaks, and the state says what it is."""
+
+    @pytest.mark.parametrize(
+        "files, words",
+        [
+            ({"transformers.py": "import json.tool"}, "single file"),
+            ({"transformers/mine.py": ""}, "without __init__.py"),
+        ],
+    )
+    def test_the_state_names_it(self, tmp_path, files, words):
+        folder = fake_packages(tmp_path / "fakes")
+        project = tmp_path / "project"
+        write_files(project, files)
+        write_files(
+            folder,
+            {"transformers-5.12.1.dist-info/METADATA": "Name: transformers\nVersion: 5.12.1"},
+        )
+        code = program("import transformers", "print(state())").replace(
+            SHIM, f"{SHIM}\nimport sys; sys.path.insert(0, {str(project)!r})"
+        )
+        [line] = run_python(code)
+        assert "skipped" in line
+        assert words in line
+        assert str(project) in line
+
+    def test_a_single_file_costs_nothing(self, tmp_path):
+        write_files(tmp_path, {"transformers.py": "import json.tool"})
+        code = (
+            f"{SHIM}\nimport transformers, sys\nprint('bnb_dispatch_fix.activation' in sys.modules)"
+        )
+        assert run_python(code, tmp_path) == ["False"]

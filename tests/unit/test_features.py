@@ -1,0 +1,62 @@
+"""The environment switch and the names a caller may pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from bnb_dispatch_fix import features
+
+ALL = frozenset({"backport", "rescue", "explain"})
+
+
+@pytest.mark.parametrize("text", ["off", "0", "false", "no", "none", " OFF\n", "Off"])
+def test_off(monkeypatch, text):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    assert features.read_switch()[1:] == (frozenset(), None)
+
+
+@pytest.mark.parametrize("text", [None, "", " ", "on", "1", "true", "YES", "all"])
+def test_on(monkeypatch, text):
+    monkeypatch.delenv("BNB_DISPATCH_FIX", raising=False)
+    if text is not None:
+        monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    assert features.read_switch()[1:] == (ALL, None)
+
+
+@pytest.mark.parametrize(
+    "text, allowed",
+    [("backport", {"backport"}), (" Rescue , explain,", {"rescue", "explain"}), (",,", ALL)],
+)
+def test_a_list(monkeypatch, text, allowed):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    assert features.read_switch()[1:] == (frozenset(allowed), None)
+
+
+@pytest.mark.parametrize(
+    "text, allowed, unknown",
+    [
+        ("backprot", ALL, "backprot"),
+        ("backport,resque", {"backport"}, "resque"),
+        ("of", ALL, "of"),
+        ("backport rescue", ALL, "backport rescue"),
+    ],
+)
+def test_a_typo_is_named_with_the_valid_values(monkeypatch, text, allowed, unknown):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    switch = features.read_switch()
+    assert switch.allowed == frozenset(allowed)
+    assert f"{unknown} is no feature" in switch.complaint
+    for valid in ("off", "on", *ALL):
+        assert valid in switch.complaint
+
+
+def test_checked_takes_one_name_or_several():
+    assert features.checked("rescue") == {"rescue"}
+    assert features.checked(["rescue", "explain", "rescue"]) == {"rescue", "explain"}
+    assert features.checked([]) == frozenset()
+
+
+@pytest.mark.parametrize("names", ["rescu", ["backport", "off"], [7]])
+def test_checked_names_what_is_unknown(names):
+    with pytest.raises(ValueError, match="is unknown; expected names out of backport, rescue"):
+        features.checked(names)
