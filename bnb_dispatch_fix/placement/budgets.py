@@ -57,9 +57,9 @@ def usable_budgets(
     """Return what each device may hold, as the installed release counts it before it balances.
 
     `max_memory` is the caller's (bytes as int, float or numpy scalar, or text such as "22GiB"; it
-    is not changed) or None for what is free. `get_max_memory` and `adjust` (see
-    `installed_adjust`) are the installed ones. `single_device_share` is for one accelerator
-    without `max_memory` (see `share_without_max_memory`). `unused` tells how many bytes of a
+    is not changed) or None for what is free. `get_max_memory` and `adjust` (the
+    quantizer's `adjust_max_memory`) are the installed ones. `single_device_share` is for one
+    accelerator without `max_memory`; pass 1 for "sequential". `unused` tells how many bytes of a
     device torch has reserved and does not use, where the planner adds these (see `adds_unused`).
 
     No budget is above the caller's. Everything is rounded down; negative is 0. Raises what
@@ -82,34 +82,6 @@ def usable_budgets(
     if max_memory is not None:
         whole = {device: min(size, given[device]) for device, size in whole.items()}
     return Budgets(given, whole)
-
-
-def share_without_max_memory(
-    strategy: str, transformers: Tuple[int, ...], accelerate: Tuple[int, ...]
-) -> float:
-    """Return the `single_device_share` of these releases for a value of `device_map`."""
-    keeps_a_tenth = transformers >= (5,) or accelerate >= (0, 22)
-    return SINGLE_DEVICE_SHARE if keeps_a_tenth and strategy != "sequential" else 1.0
-
-
-def installed_adjust(
-    transformers: Tuple[int, ...], quantizer: Any, is_bitsandbytes: bool
-) -> Optional[Callable[[Budget], Budget]]:
-    """Return what takes the quantizer's share in this release, or None where nothing does.
-
-    `quantizer` is transformers' `HfQuantizer` (4.38 and newer).
-    """
-    if quantizer is not None:
-        installed: Optional[Callable[[Budget], Budget]]
-        installed = getattr(quantizer, "adjust_max_memory", None)
-        return installed
-    before_quantizers = (4, 33) <= transformers < (4, 38)
-    return bitsandbytes_adjust if is_bitsandbytes and before_quantizers else None
-
-
-def bitsandbytes_adjust(budgets: Budget) -> Budget:
-    """Return the budgets less the tenth that transformers 4.33-4.37 keep for bitsandbytes."""
-    return {device: size * BITSANDBYTES_SHARE for device, size in budgets.items()}
 
 
 def adds_unused(transformers: Tuple[int, ...]) -> bool:

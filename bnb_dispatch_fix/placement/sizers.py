@@ -195,6 +195,8 @@ def _is_bitsandbytes(model: Any, quantizer: Any) -> bool:
         return getattr(config, "quant_method", None) == "bitsandbytes"
     if getattr(model, "quantization_method", None) == "bitsandbytes":  # transformers 4.31-4.37
         return True
+    if "bitsandbytes" not in sys.modules:
+        return False
     stack = [model]
     while stack:
         module = stack.pop()

@@ -13,6 +13,7 @@ from typing import (
     List,
     Mapping,
     Optional,
+    Set,
     Tuple,
     Union,
 )
@@ -157,7 +158,7 @@ class _Walk:
         self.groups: List[int] = []  # union-find over the drafts: what is tied
         self.unit_of: Dict[int, int] = {}  # id of a unit's module or tensor → its draft
         self.home: Dict[int, int] = {}  # id of a tensor → the first draft that holds it
-        self.counted: Dict[int, int] = {}  # id of a tensor → the draft that counts it
+        self.counted: Set[int] = set()  # ids of tensors
         self.excluded: Dict[str, int] = {}
         # Tied later: name of the copy → name of the source, as transformers 5 declares it.
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -239,7 +240,7 @@ class _Walk:
             self._count(index, name, tensor, owner)
 
     def _count(self, index: int, name: str, tensor: Any, owner: Any) -> None:
-        self.counted[id(tensor)] = index
+        self.counted.add(id(tensor))
         storage = self.sizer(name, tensor, owner)
         elements = self.drafts[index].elements
         elements[storage] = elements.get(storage, 0) + tensor.numel()

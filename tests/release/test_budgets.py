@@ -18,9 +18,7 @@ from packaging.version import Version
 
 from bnb_dispatch_fix.placement.budgets import (
     adds_unused,
-    installed_adjust,
     reserved_but_unused,
-    share_without_max_memory,
     usable_budgets,
 )
 from bnb_dispatch_fix.simulation import simulated_gpus
@@ -29,6 +27,8 @@ RELEASE = Version(transformers.__version__).release
 ACCELERATE = Version(importlib.metadata.version("accelerate")).release
 #: accelerate 0.20.3 raises an error for "1.5GiB", 0.26.1 reads it.
 READS_FRACTIONS = ACCELERATE >= (0, 26)
+#: Of a lone GPU without `max_memory`; accelerate 0.21 did not, 5.x has it of its own.
+KEEPS_A_TENTH = RELEASE >= (5,) or ACCELERATE >= (0, 22)
 
 FORMS = {
     "texts": {0: "22GiB", 1: "1GB", "cpu": "3MiB", "disk": "4KB"},
@@ -52,6 +52,14 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+def adjust(quantizer):
+    """What takes bitsandbytes' tenth: the quantizer since 4.38, `from_pretrained` since 4.33."""
+    if quantizer is not None:
+        return quantizer.adjust_max_memory
+    share = 0.9 if RELEASE >= (4, 33) else 1
+    return lambda budgets: {device: size * share for device, size in budgets.items()}
+
+
 def both(checkpoint, max_memory, free, strategy):
     """(usable budgets, what the planner was given), for one call of `from_pretrained`."""
     names = {4: "accelerate.utils", 5: "transformers.integrations.accelerate"}
@@ -65,8 +73,8 @@ def both(checkpoint, max_memory, free, strategy):
             usable_budgets(
                 max_memory,
                 get_max_memory=get_max_memory,
-                adjust=installed_adjust(RELEASE, quantizer, True),
-                single_device_share=share_without_max_memory(strategy, RELEASE, ACCELERATE),
+                adjust=adjust(quantizer),
+                single_device_share=0.9 if strategy == "auto" and KEEPS_A_TENTH else 1,
                 unused=reserved_but_unused if adds_unused(RELEASE) else None,
             )
         )
@@ -105,7 +113,7 @@ def test_one_gpu_without_max_memory(strategy, checkpoint):
     expected = FREE[0]
     if RELEASE >= (4, 33):
         expected *= 0.9
-    if strategy == "auto" and (RELEASE >= (5,) or ACCELERATE >= (0, 22)):
+    if strategy == "auto" and KEEPS_A_TENTH:
         expected *= 0.9
     assert ours.usable[0] == math.floor(expected)
 
