@@ -118,7 +118,7 @@ def _caps(case: _Case, function: Callable[..., Any]) -> Any:
     budgets["cpu"] = _BUDGET
     stand_ins = {"torch": _SimulatedTorch(torch), "get_max_memory": _explicit_budgets}
     model, block_class = _toy_model(torch, case)
-    return _rebound(function, stand_ins)(
+    return rebound(function, stand_ins)(
         model, max_memory=budgets, no_split_module_classes=[block_class]
     )
 
@@ -175,7 +175,7 @@ def _explicit_budgets(max_memory: Any = None, *_: Any, **__: Any) -> Any:
     return dict(max_memory)
 
 
-def _rebound(function: Any, stand_ins: dict[str, Any], depth: int = 0) -> Any:
+def rebound(function: Any, stand_ins: dict[str, Any], depth: int = 0) -> Any:
     """Returns a copy of *function* whose globals, where they have these names, are *stand_ins*.
 
     Functions it holds in its closure, as a wrapper holds what it wraps, are copied with it, and
@@ -185,7 +185,7 @@ def _rebound(function: Any, stand_ins: dict[str, Any], depth: int = 0) -> Any:
         return function
     decorator = getattr(function, "_self_wrapper", None)
     if decorator is not None:
-        inner = _rebound(function.__wrapped__, stand_ins, depth + 1)
+        inner = rebound(function.__wrapped__, stand_ins, depth + 1)
         return lambda *args, **kwargs: decorator(inner, None, args, kwargs)
     if type(function) is not FunctionType:
         return function
@@ -206,7 +206,7 @@ def _rebound_cell(cell: CellType, stand_ins: dict[str, Any], depth: int) -> Cell
         content = cell.cell_contents
     except ValueError:  # still empty
         return cell
-    copy = _rebound(content, stand_ins, depth)
+    copy = rebound(content, stand_ins, depth)
     return cell if copy is content else CellType(copy)
 
 

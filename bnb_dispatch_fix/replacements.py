@@ -6,9 +6,10 @@ import inspect
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix import features, legacy, rescue
-from bnb_dispatch_fix.backport import accelerate, transformers_v5
+from bnb_dispatch_fix.backport import accelerate, dispatch, transformers_v5
 from bnb_dispatch_fix.patches import Handler
-from bnb_dispatch_fix.probe import signature_mismatch
+from bnb_dispatch_fix.probe import ProbeResult, probe_balanced_fault, signature_mismatch
+from bnb_dispatch_fix.probe_disk import probe_whole_disk
 
 
 class Replacement(NamedTuple):
@@ -16,13 +17,14 @@ class Replacement(NamedTuple):
 
     `parameters` are those the installed function must have: all of them and no others where
     it is replaced (`exact`), at least these where it is only wrapped. `helpers` must be
-    callable beside it.
+    callable beside it. `probe` runs code of unknown source on a toy model.
     """
 
     function: Callable[..., Any]
     parameters: Tuple[str, ...]
     helpers: Tuple[str, ...] = ()
     exact: bool = False
+    probe: Callable[[Callable[..., Any]], ProbeResult] = probe_balanced_fault
 
     def mismatch(self, function: Any) -> Optional[str]:
         """Why an installed function with its signature cannot be stood for; None if it can."""
@@ -49,6 +51,12 @@ REPLACEMENTS: Mapping[str, Replacement] = {
         accelerate.PARAMETERS,
         accelerate.HELPERS,
         exact=True,
+    ),
+    "accelerate.dispatch_model": Replacement(
+        dispatch.dispatch_model,
+        dispatch.PARAMETERS,
+        dispatch.HELPERS,
+        probe=probe_whole_disk,
     ),
     "transformers._get_device_map": Replacement(
         rescue.transformers_planner,
