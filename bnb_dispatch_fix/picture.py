@@ -309,8 +309,7 @@ small{color:var(--dim);font-size:13px}
 dd small{display:block}
 .panels{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));
 align-items:start}
-h2{margin:0 0 12px;font-size:15px;font-weight:600;display:flex;flex-wrap:wrap;gap:6px 10px;
-justify-content:space-between;align-items:center}
+h2{margin:0 0 12px;font-size:15px;font-weight:600;display:grid;gap:6px;justify-items:start}
 .badge{font-size:13px;font-weight:600;padding:2px 10px;border-radius:99px;
 background:var(--bad-soft);color:var(--bad)}
 .good .badge{background:var(--good-soft);color:var(--good)}

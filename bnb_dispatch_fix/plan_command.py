@@ -38,6 +38,7 @@ def add_arguments(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="where a model would go, without its weights and without a GPU",
+        usage="%(prog)s (MODEL | --example NAME) [--max-memory BUDGETS] [options]",
         description="Exit code 0: it fits on the accelerators; 1: it does not; 2: bad arguments.",
     )
     parser.add_argument(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -134,7 +136,8 @@ def pasteable(device_map: Mapping[str, Device]) -> str:
     entries: List[Tuple[str, int, int, Device]] = []  # stem or name, first and last number
     for name, device in device_map.items():
         stem, _, last = name.rpartition(".")
-        number = int(last) if last.isdigit() and str(int(last)) == last else -1
+        plain = re.fullmatch(r"[\w.-]*", stem) is not None and re.fullmatch(r"0|[1-9]\d*", last)
+        number = int(last) if plain else -1
         if number < 0:
             entries.append((name, -1, -1, device))
         elif entries and (*entries[-1][:1], *entries[-1][2:]) == (stem, number - 1, device):
@@ -156,7 +159,7 @@ def _entry(stem: str, first: int, last: int, device: Device) -> str:
 
 
 def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def as_text(plan: Plan) -> str:

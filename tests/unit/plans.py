@@ -1,0 +1,78 @@
+"""A plan made by hand: two GPUs of 4 GiB (3.6 usable), a model of 4.5 GiB, three planners."""
+
+from __future__ import annotations
+
+from bnb_dispatch_fix.planning import DeviceLoad, Part, Plan, Run
+
+GIB = 2**30
+EMBED = Part("model.embed_tokens", GIB, 0)
+NORM = Part("model.norm", 0, 0)
+#: A name that would break out of HTML if it were not escaped.
+HEAD = Part('lm_head<script>alert("&")</script>', GIB // 2, 0)
+
+
+def blocks(first, last):
+    count = last - first + 1
+    size = count * GIB // 4
+    return Part(f"model.layers.{first}–{last}", size, size, count)
+
+
+def load(device, *parts, given=4 * GIB, usable=int(3.6 * GIB)):
+    return DeviceLoad(device, given, usable, sum(part.size for part in parts), parts)
+
+
+BEFORE = {
+    "model.embed_tokens": 1,
+    **{f"model.layers.{i}": 1 for i in range(10)},
+    **{f"model.layers.{i}": "cpu" for i in range(10, 12)},
+    "model.norm": "cpu",
+    HEAD.name: "cpu",
+}
+AFTER = {
+    "model.embed_tokens": 0,
+    **{f"model.layers.{i}": 0 for i in range(4)},
+    **{f"model.layers.{i}": 1 for i in range(4, 12)},
+    "model.norm": 1,
+    HEAD.name: 1,
+}
+
+
+def run_before(name="release"):
+    devices = (
+        load(0),
+        load(1, EMBED, blocks(0, 9)),
+        load("cpu", blocks(10, 11), NORM, HEAD, given=60 * GIB, usable=54 * GIB),
+    )
+    return Run(name, "refused", "ValueError: some <b>modules</b> …", BEFORE, devices)
+
+
+def run_after(name):
+    devices = (
+        load(0, EMBED, blocks(0, 3)),
+        load(1, blocks(4, 11), NORM, HEAD),
+        load("cpu", given=60 * GIB, usable=54 * GIB),
+    )
+    return Run(name, "loads", None, AFTER, devices)
+
+
+def plan(**changes):
+    facts = {
+        "model": "tiny & co",
+        "versions": {"transformers": "5.12.1", "accelerate": "1.14.0"},
+        "strategy": "auto",
+        "precision": "4-bit nf4 (bitsandbytes), float16",
+        "total": 9 * GIB // 2,
+        "quantized": 3 * GIB,
+        "largest": (Part("model.layers.*.mlp", 3 * GIB, 3 * GIB, 12), EMBED, HEAD),
+        "runs": (run_before(), run_after("backport"), run_after("rescue")),
+        "fits": True,
+        "verdict": "fits with the backport",
+        "device_map": AFTER,
+    }
+    return Plan(**{**facts, **changes})
+
+
+def plan_that_does_not_fit():
+    runs = tuple(run_before(name) for name in ("release", "backport", "rescue"))
+    verdict = "needs 4.50 GiB, usable 3.60 GiB: short by 0.90 GiB"
+    return plan(runs=runs, fits=False, verdict=verdict, device_map=None)

@@ -1,0 +1,289 @@
+"""What `plan` is asked: sizes, devices and models are read, or refused in one clear line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import plans
+import pytest
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import plan_command, planning, surroundings
+from bnb_dispatch_fix.cli import main
+from bnb_dispatch_fix.examples import EXAMPLES
+from bnb_dispatch_fix.plan_command import Spinner, parse_budgets, parse_size
+from bnb_dispatch_fix.planning import PlanError
+from bnb_dispatch_fix.surroundings import Answer
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        ("22GiB", 22 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("22gib", 22 * GIB),
+        ("1GB", 10**9),
+        ("512MiB", 2**29),
+        ("3KB", 3000),
+        ("1TiB", 2**40),
+        ("4096", 4096),
+        ("0", 0),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "3QiB", "-1GiB", "1e3", "3 G B", "1.2.3GiB", "0x10"])
+def test_what_is_no_size(text):
+    with pytest.raises(PlanError, match="is no size; expected bytes"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "text, budgets",
+    [
+        ("3x2GiB", [(0, 2 * GIB), (1, 2 * GIB), (2, 2 * GIB)]),
+        ("2x2GiB,cpu=60GiB", [(0, 2 * GIB), (1, 2 * GIB), ("cpu", 60 * GIB)]),
+        ("0=22GiB,1=2GiB", [(0, 22 * GIB), (1, 2 * GIB)]),
+        ("3=1GiB, 1=2GiB , disk=1TiB", [(3, GIB), (1, 2 * GIB), ("disk", 2**40)]),
+        ("mps=16GiB", [("mps", 16 * GIB)]),
+    ],
+)
+def test_budgets(text, budgets):
+    assert parse_budgets(text) == budgets
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("22GiB", "expected COUNTxSIZE or DEVICE=SIZE, found '22GiB'"),
+        ("", "found ''"),
+        ("2x3GiB,", "found ''"),
+        ("cuda:0=3GiB", "'cuda:0' is no device"),
+        ("GPU0=3GiB", "'GPU0' is no device"),
+        ("2x3GiB,1=4GiB", "device 1 is there twice"),
+        ("0=3Gigs", "'3Gigs' is no size"),
+    ],
+)
+def test_budgets_that_cannot_be_read(text, said):
+    with pytest.raises(PlanError, match=said):
+        parse_budgets(text)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The jobs that were asked for; the answer is a plan made by hand."""
+    jobs = []
+
+    def rehearse(job, on_wait=None):
+        jobs.append(job)
+        return plans.plan() if job["strategy"] != "sequential" else plans.plan_that_does_not_fit()
+
+    monkeypatch.setattr(plan_command, "rehearse", rehearse)
+    return jobs
+
+
+def test_the_command_answers_with_its_exit_code(asked, capsys):
+    command = ["plan", "--example", "llama-3-8b", "--max-memory", "2x4GiB"]
+    assert main(command) == 0
+    assert "-> fits with the backport" in capsys.readouterr().out
+    assert main([*command, "--device-map", "sequential"]) == 1
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out[captured.out.index("\n{") :])["fits"] is True
+
+
+def test_the_job_says_what_the_options_say(asked, capsys):
+    command = ["plan", "--example", "mixtral-8x7b", "--max-memory", "1x4GiB"]
+    main(command)
+    main([*command, "--bits", "8", "--dtype", "float32"])
+    main([*command, "--bits", "16"])
+    four, eight, sixteen = asked
+    assert four["quantization"] == {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert four["max_memory"] == [(0, 4 * GIB)]
+    assert four["config"]["num_local_experts"] == 8
+    assert (eight["quantization"], eight["dtype"]) == ({"load_in_8bit": True}, "float32")
+    assert sixteen["quantization"] is None
+
+
+@pytest.mark.parametrize("settings, bits", [({}, "4"), ({"quantization_config": {}}, None)])
+def test_a_checkpoint_with_a_quantization_keeps_it(asked, tmp_path, settings, bits):
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", str(path), "--max-memory", "1x4GiB"]) == 0
+        assert ("load_in_4bit" in (asked[-1]["quantization"] or {})) == (bits == "4")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ([], "expected one of MODEL"),
+        (["a-folder", "--example", "llama-3-8b"], "expected one of MODEL"),
+        (["--example", "llama-3-8b", "--max-memory", "3"], "expected COUNTxSIZE"),
+        (["--example", "llama-3-8b", "--max-memory", "1x1GiB", "--html", "no/such/f"], "--html"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(asked, capsys, options, said):
+    assert main(["plan", *options]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("bnb-dispatch-fix plan: ")
+
+
+@pytest.mark.parametrize(
+    "options", [["--example", "gpt-9"], ["--bits", "5"], ["--device-map", "x"]]
+)
+def test_unknown_choices_are_exit_code_2(capsys, options):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *options])
+    assert stopped.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_the_picture_is_written(asked, tmp_path):
+    path = tmp_path / "plan.html"
+    main(["plan", "--example", "llama-3-8b", "--max-memory", "1x4GiB", "--html", str(path)])
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_budgets_of_this_machine(asked, monkeypatch):
+    devices = [{"id": 0, "free": 5}, {"id": 1, "free": None}, {"id": 2, "free": 7}]
+    looked = {"torch": Answer("ok", "", {"devices": devices})}
+    monkeypatch.setattr(surroundings, "look", lambda packages: looked)
+    main(["plan", "--example", "llama-3-8b"])
+    assert asked[0]["max_memory"] is None
+    assert asked[0]["free"][:2] == [[0, 5], [2, 7]]
+    assert asked[0]["free"][2][0] == "cpu"
+
+
+def test_a_machine_without_accelerators_needs_budgets(monkeypatch, capsys):
+    looked = {"torch": Answer("missing", "", {})}
+    monkeypatch.setattr(surroundings, "look", lambda packages: looked)
+    assert main(["plan", "--example", "llama-3-8b"]) == 2
+    assert "no accelerator is seen here" in capsys.readouterr().err
+
+
+class Model:
+    def named_modules(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    "model, arguments, said",
+    [
+        (Model(), {}, "model: expected a checkpoint folder"),
+        (7, {}, "found builtins.int"),
+        ("x", {"max_memory": "46GB"}, "max_memory: expected a dict"),
+        ("x", {"max_memory": {0: object()}}, "neither bytes nor a text"),
+        ("x", {"device_map": "autoo"}, "device_map: expected one of auto, balanced"),
+        ("x", {"device_map": {"": 0}}, "device_map: expected one of"),
+        ("x", {"quantization_config": 4}, "quantization_config: expected"),
+    ],
+)
+def test_arguments_of_the_function(model, arguments, said):
+    with pytest.raises(PlanError, match=said) as raised:
+        bnb_dispatch_fix.plan(model, **{"max_memory": {0: GIB}, **arguments})
+    assert isinstance(raised.value, ValueError)
+    assert "\n" not in str(raised.value)
+
+
+class Config:
+    """A quantization configuration as transformers makes them."""
+
+    def to_dict(self):
+        return {"load_in_4bit": True, "bnb_4bit_compute_dtype": Dtype()}
+
+
+class Dtype:
+    def __str__(self):
+        return "torch.float16"
+
+
+def test_what_the_other_process_is_sent(monkeypatch):
+    sent = []
+    monkeypatch.setattr(planning, "_ask", lambda job, on_wait: sent.append(job) or {"error": "x"})
+    with pytest.raises(PlanError, match="x"):
+        bnb_dispatch_fix.plan(
+            Path("folder"),
+            max_memory={1: 2.5, 0: "3GiB", "cpu": 7},
+            quantization_config=Config(),
+            dtype=Dtype(),
+        )
+    assert sent == [
+        {
+            "path": "folder",
+            "max_memory": [[1, 2.5], [0, "3GiB"], ["cpu", 7]],
+            "quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"},
+            "strategy": "auto",
+            "dtype": "float16",
+        }
+    ]
+    json.dumps(sent)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("raise ImportError('broken')", "transformers cannot be imported: ImportError: broken"),
+        ("import os; os._exit(9)", "ended without an answer: exit code 9"),
+        ("print('noise'); raise RuntimeError('a\\nb')", "transformers cannot be imported: Run"),
+    ],
+)
+def test_a_transformers_that_breaks_the_other_process(tmp_path, monkeypatch, source, said):
+    (tmp_path / "transformers.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PlanError, match=said):
+        bnb_dispatch_fix.plan("folder", max_memory={0: GIB})
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_spinner_waits_a_second_and_cleans_up():
+    now = [10.0]
+    terminal = Terminal()
+    spinner = Spinner("llama", terminal, lambda: now[0])
+    spinner.turn()
+    assert terminal.getvalue() == ""
+    now[0] = 12.0
+    spinner.turn()
+    assert "planning llama without its weights, 2 s" in terminal.getvalue()
+    spinner.clear()
+    assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_no_spinner_where_nobody_watches():
+    pipe = io.StringIO()
+    spinner = Spinner("llama", pipe, iter([0.0, 9.0]).__next__)
+    spinner.turn()
+    spinner.clear()
+    assert pipe.getvalue() == ""
+
+
+def test_help_is_light():
+    code = (
+        "import sys; from bnb_dispatch_fix.cli import main\n"
+        "try: main(['plan', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'wrapt', 'yaml', 'rich'}\n"
+        "sys.exit(f'loads {heavy & set(sys.modules)}' if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_are_whole(name):
+    config = EXAMPLES[name].config
+    assert config["hidden_size"] % config["num_attention_heads"] == 0 or "head_dim" in config
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+    assert config["architectures"][0].endswith("ForCausalLM")

@@ -1,0 +1,325 @@
+"""A plan as text, JSON and HTML: the numbers are right, nothing leaks, everything is escaped."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import plans
+import pytest
+
+from bnb_dispatch_fix import layout, picture, report
+from bnb_dispatch_fix.placement.budgets import Budgets
+from bnb_dispatch_fix.placement.certificates import TotalTooLarge
+from bnb_dispatch_fix.placement.packing import GaveUp, Impossible, Unit
+from bnb_dispatch_fix.placement.units import UnitFacts, Units
+
+GIB = 2**30
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def test_one_row_per_device_with_a_bar_for_each_planner():
+    lines = report.as_text(plans.plan()).splitlines()
+    rows = [line for line in lines if re.match(r"(GPU \d|CPU) ", line)]
+    assert [re.sub(r" {2,}", " ", row) for row in rows] == [
+        "GPU 0 3.60 ░░░░░░░░░░ 0.00 ██████░░░░ 2.00 ██████░░░░ 2.00",
+        "GPU 1 3.60 ██████████ 3.50 ███████░░░ 2.50 ███████░░░ 2.50",
+        "CPU 54.00 █░░░░░░░░░ 1.00 ░░░░░░░░░░ 0.00 ░░░░░░░░░░ 0.00",
+    ]
+
+
+def test_the_text_says_what_was_counted_and_what_comes_out():
+    text = report.as_text(plans.plan())
+    assert "tiny & co, 4-bit nf4 (bitsandbytes), float16: 4.50 GiB" in text
+    assert "1.50 of 4.50 GiB are not quantized: model.embed_tokens (1.00 GiB)" in text
+    assert 'transformers 5.12.1, accelerate 1.14.0; device_map="auto"' in text
+    assert "refused: 1.00 GiB on CPU" in text
+    assert "  GPU 1     2.50 GiB  model.layers.4–11, model.norm, lm_head" in text
+    assert "-> fits with the backport" in text
+
+
+def test_what_is_not_quantized_comes_first_where_it_is_most():
+    first, second = report.headline(plans.plan(quantized=GIB))
+    assert first.startswith("3.50 of 4.50 GiB are not quantized")
+    assert second.startswith("tiny & co")
+    assert report.headline(plans.plan(quantized=0)) == [second]
+
+
+def test_a_model_that_does_not_fit_gets_no_map():
+    text = report.as_text(plans.plan_that_does_not_fit())
+    assert "-> needs 4.50 GiB, usable 3.60 GiB: short by 0.90 GiB" in text
+    assert "device_map =" not in text
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        plans.BEFORE,
+        plans.AFTER,
+        {"": 0},
+        {"0": 1, "1": 1, "2": "cpu", "3": 1},
+        {"a.0": 0, "a.1": 0, "b.2": 0, "a.2": 0, "a.4": 0, "a.05": 0, "a.6.b": "mps"},
+        {'odd "name" {i}\\': 0},
+    ],
+)
+def test_the_pasted_map_is_the_map(device_map):
+    pasted = eval(report.pasteable(device_map), {})
+    assert list(pasted.items()) == list(device_map.items())
+
+
+def test_runs_that_come_to_the_same_are_one():
+    groups = report.groups_of_equal_runs(plans.plan())
+    assert [names for _, names in groups] == [("release",), ("backport", "rescue")]
+
+
+def test_printing_to_a_stream_that_has_no_blocks():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    report.print_plan(plans.plan(), stream)
+    stream.flush()
+    assert b"##########" in raw.getvalue()
+    assert b"model.layers.0-3" in raw.getvalue()
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_without_rich_gets_the_plain_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    report.print_plan(plans.plan(), terminal)
+    assert terminal.getvalue() == report.as_text(plans.plan()) + "\n"
+
+
+def test_rich_prints_the_same_facts():
+    pytest.importorskip("rich", reason="rich is optional and not installed here")
+    terminal = Terminal()
+    report.print_plan(plans.plan(), terminal)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert "██████████   3.50" in text
+    assert "refused: 1.00 GiB on CPU" in text
+    assert "-> fits with the backport" in text
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def test_json_holds_everything():
+    told = json.loads(json.dumps(plans.plan().as_dict()))
+    assert told["fits"] is True
+    assert told["unquantized"] == 3 * GIB // 2
+    assert [run["outcome"] for run in told["runs"]] == ["refused", "loads", "loads"]
+    second = told["runs"][1]["devices"][1]
+    assert {key: second[key] for key in ("device", "given", "usable", "placed", "free")} == {
+        "device": 1,
+        "given": 4 * GIB,
+        "usable": int(3.6 * GIB),
+        "placed": 5 * GIB // 2,
+        "free": int(3.6 * GIB) - 5 * GIB // 2,
+    }
+    assert second["parts"][0] == {
+        "name": "model.layers.4–11",
+        "size": 2 * GIB,
+        "quantized": 2 * GIB,
+        "modules": 8,
+    }
+    assert told["device_map"] == plans.AFTER
+
+
+# --- HTML -------------------------------------------------------------------------------------
+
+VOID = {"meta", "br", "wbr", "rect", "line", "path"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text; fails where tags are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.texts, self.open = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("plan", [plans.plan(), plans.plan_that_does_not_fit()], ids=["fits", "no"])
+def test_the_page_is_well_formed_and_needs_nothing_else(plan):
+    text = picture.as_html(plan)
+    page = Page(text)
+    assert "script" not in page.tags
+    assert not {"href", "src", "link", "img", "iframe"} & {name for name, _ in page.attributes}
+    assert "link" not in page.tags
+    assert not re.search(r"https?:|//|@import", text)
+    assert set(re.findall(r"url\((.*?)\)", text)) == {"#hatch"}
+    assert ("viewport", "width=device-width, initial-scale=1") in zip(
+        [value for name, value in page.attributes if name == "name"],
+        [value for name, value in page.attributes if name == "content"],
+    )
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_names_of_modules_and_errors_are_escaped():
+    text = picture.as_html(plans.plan())
+    assert "<script" not in text
+    assert "<b>modules</b>" not in text
+    page = Page(text)
+    assert any(plans.HEAD.name in data for data in page.texts)
+    assert "tiny & co" in page.texts
+
+
+def test_the_page_shows_before_and_after():
+    text = picture.as_html(plans.plan())
+    visible = " ".join(Page(text).texts)
+    assert "as installed" in visible
+    assert "with the backport, with rescue: the same" in visible
+    assert "3.50 / 3.60" in visible
+    assert "2.50 / 3.60" in visible
+    assert "Fits with the backport" in visible
+
+
+def test_bars_are_to_scale():
+    text = picture.as_html(plans.plan())
+    widths = re.findall(r'<rect class="leaf" x="0.00" y="0" width="([\d.]+)"', text)
+    assert widths == ["250.00", "250.00"]  # 1 GiB of the largest budget, 4 GiB
+    kept = re.findall(r'<rect class="kept" x="([\d.]+)" y="0" width="([\d.]+)"', text)
+    assert kept == [("900.00", "100.00")] * 4
+
+
+# --- what lies where --------------------------------------------------------------------------
+
+
+def units(sizes, **parts):
+    facts = {
+        name: UnitFacts((name,), (name,), "Block", {"4-bit": size}, size)
+        for name, size in sizes.items()
+    }
+    return Units([Unit(name, size) for name, size in sizes.items()], facts, {})
+
+
+COARSE = units({"embed": 5, "layers.0": 7, "layers.1": 7, "layers.10": 7, "head": 5})
+FINE = units(
+    {
+        "embed": 5,
+        **{f"layers.{i}.{part}": size for i in (0, 1, 10) for part, size in (("a", 3), ("b", 4))},
+        "head": 5,
+    }
+)
+
+
+def lying(device_map):
+    placed = layout.pieces_by_device(COARSE, FINE, device_map)
+    return {device: [piece[:2] for piece in pieces] for device, pieces in placed.items()}
+
+
+def test_a_key_covers_everything_below_it():
+    assert lying({"embed": 0, "layers": 1, "head": "cpu"}) == {
+        0: [("embed", 5)],
+        1: [("layers.0", 7), ("layers.1", 7), ("layers.10", 7)],
+        "cpu": [("head", 5)],
+    }
+    assert lying({"": 3})[3][0] == ("embed", 5)
+
+
+def test_layers_1_is_not_layers_10():
+    assert lying({"embed": 0, "layers.1": 0, "layers.10": 1, "layers.0": 0, "head": 0})[1] == [
+        ("layers.10", 7)
+    ]
+
+
+def test_a_divided_unit_is_shown_by_its_parts():
+    placed = lying({"embed": 0, "layers.0.a": 0, "layers.0.b": 1, "layers": 1, "head": 1})
+    assert placed[0] == [("embed", 5), ("layers.0.a", 3)]
+    assert placed[1][:2] == [("layers.0.b", 4), ("layers.1", 7)]
+
+
+def test_modules_that_no_key_covers_lie_nowhere():
+    assert lying({"embed": 0}) == {0: [("embed", 5)]}
+
+
+def test_neighbours_are_collapsed():
+    pieces = [layout.Piece(f"l.{i}", 2, 1) for i in (0, 1, 2, 5)] + [layout.Piece("norm", 1, 0)]
+    pieces += [layout.Piece("m.6", 2, 1)]
+    assert layout.collapsed(pieces) == [
+        layout.Piece("l.0–2", 6, 3, 3),
+        layout.Piece("l.5", 2, 1),
+        layout.Piece("norm", 1, 0),
+        layout.Piece("m.6", 2, 1),
+    ]
+
+
+def test_kinds_of_modules_are_summed():
+    described = layout.describe_model(FINE)
+    assert described["total"] == described["quantized"] == 31
+    assert described["largest"][:2] == [
+        layout.Piece("layers.*.b", 12, 12, 3),
+        layout.Piece("layers.*.a", 9, 9, 3),
+    ]
+
+
+REFUSAL = ValueError("no\n  way")
+
+
+@pytest.mark.parametrize(
+    "device_map, error, outcome",
+    [
+        ({"embed": 0, "layers": 1, "head": 1}, None, "loads"),
+        ({"": 1}, None, "overfull"),
+        ({"embed": 0, "layers": 1, "head": "cpu"}, None, "offloads"),
+        ({"embed": 0, "layers": 1, "head": "disk"}, REFUSAL, "refused"),
+        (None, REFUSAL, "fails"),
+    ],
+)
+def test_outcomes(device_map, error, outcome):
+    budgets = Budgets({0: 10, 1: 30, "cpu": 1}, {0: 9, 1: 27, "cpu": 1})
+    told = layout.describe_run("release", layout.Attempt(device_map, error), COARSE, FINE, budgets)
+    assert told["outcome"] == outcome
+    assert told["error"] == (None if error is None else "ValueError: no way")
+    assert [entry[:3] for entry in told["devices"][:3]] == [
+        (0, 10, 9),
+        (1, 30, 27),
+        ("cpu", 1, 1),
+    ]
+
+
+def test_verdicts():
+    runs = [
+        {"name": "release", "outcome": "refused", "device_map": [("", "cpu")]},
+        {"name": "backport", "outcome": "loads", "device_map": [("", 0)]},
+    ]
+    impossible = Impossible(TotalTooLarge(2 * GIB, GIB))
+    assert layout.verdict(impossible, None, runs) == {
+        "fits": True,
+        "verdict": "fits with the backport",
+        "device_map": [("", 0)],
+    }
+    assert layout.verdict(impossible, None, runs[:1]) == {
+        "fits": False,
+        "verdict": "needs 2.00 GiB, usable 1.00 GiB: short by 1.00 GiB",
+        "device_map": None,
+    }
+    assert layout.verdict(GaveUp(7), None, runs[:1])["fits"] is False
