@@ -16,8 +16,10 @@ _TieChoice = Tuple[int, int, Tuple[int, ...]]
 # Combinations of tie choices (two tie groups of two have at most 25) times steps that are tried.
 TIE_WORK = 1 << 20
 TIE_CHOICES = 1 << 10
-# States kept per number of runs; 16 devices with 16 different budgets have at most 12,870.
+# States kept per number of runs: all with up to 16 devices (12,870 if all budgets differ), and with
+# more devices so many that a search takes this many steps.
 STATES = 1 << 14
+BEAM_WORK = 1 << 18
 
 
 class _Trail(NamedTuple):
@@ -104,7 +106,7 @@ def _chain(
     merged_until: Dict[int, int] = {}
     anchor_of: Dict[int, int] = {}
     for positions, (first, last, _) in zip(members, chosen):
-        merged_until[first] = max(last, merged_until.get(first, 0))
+        merged_until[first] = last
         anchor_of.update((p, first) for p in positions if not first <= p <= last)
     wanted_cuts = {cut for _, _, cuts in chosen for cut in cuts}
 
@@ -218,23 +220,25 @@ class AnyOrder:
         usable = sorted((cap for cap in caps if cap > 0), reverse=True)
         largest = [0, *accumulate(usable)]
         runs = min(runs, len(usable))
+        width = STATES if len(usable) <= 16 else max(1, BEAM_WORK // (len(kinds) * runs))
         layer: _Layer = {0: (0, 0, None)}
         for run in range(1, runs + 1):
             layer = _one_more_run(chain, kinds, layer, first, (largest[runs - run], largest[-1]))
             for state, (position, _, trail) in layer.items():
                 if position == len(chain.prefix) - 1 and (first < 0 or state % 2):
                     return _unwind(trail)
-            layer = self._keep(layer, chain.prefix)
+            layer = self._keep(layer, width, chain.prefix)
         return None
 
-    def _keep(self, layer: _Layer, prefix: Sequence[int]) -> _Layer:
-        if len(layer) <= STATES:
+    def _keep(self, layer: _Layer, width: int, prefix: Sequence[int]) -> _Layer:
+        """Return the states that wasted the least room, `width` at most."""
+        if len(layer) <= width:
             return layer
         self.exact = False
         by_waste = sorted(
             layer, key=lambda state: (layer[state][1] - prefix[layer[state][0]], state)
         )
-        return {state: layer[state] for state in by_waste[:STATES]}
+        return {state: layer[state] for state in by_waste[:width]}
 
 
 def _one_more_run(

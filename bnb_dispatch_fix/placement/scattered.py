@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from itertools import accumulate, groupby
-from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from itertools import accumulate, groupby, islice
+from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 from .contiguous import Segment, Steps, tie_groups
 
@@ -21,13 +21,16 @@ class Effort:
         self.left = nodes
 
     def spend(self, nodes: int = 1) -> None:
-        """Count nodes; raise OutOfEffort when there are no more."""
+        """Count nodes; raise OutOfEffort when there are none left."""
         self.left -= nodes
         if self.left < 0:
             raise OutOfEffort
 
 
 Bins = List[List[int]]
+
+# Orders of devices times steps of the model for which full runs and a divided rest are tried.
+ORDERS_WORK = 20_000
 
 
 def divide(sizes: Sequence[int], caps: Sequence[int], nodes: int) -> Optional[Bins]:
@@ -109,6 +112,7 @@ class _Division:
         key = (index, tuple(counts))
         if key in self.failed:
             return False
+        self.effort.spend(len(counts) // 8)
         alike = len(set(self.caps[index:])) == 1
         for picks, room in self._fillings(counts, self.caps[index], slack):
             if alike and (not picks or picks[0][0] != largest):
@@ -160,17 +164,16 @@ class _Division:
 
     def _replaceable(self, picks: List[Tuple[int, int]], counts: List[int], room: int) -> bool:
         """Tell whether a size left over fits in addition, or in place of a smaller one."""
+        self.effort.spend(len(counts) // 8)
         taken = dict(picks)
-        smallest_gap = None
-        above = None  # the smallest size left over that is larger than the one looked at
+        above = None  # the smallest size left over so far; sizes descend
         for kind, count in enumerate(counts):
             used = taken.get(kind, 0)
             if used and above is not None and above - self.sizes[kind] <= room:
                 return True
             if count > used:
                 above = self.sizes[kind]
-                smallest_gap = above
-        return smallest_gap is not None and smallest_gap <= room
+        return above is not None and above <= room
 
 
 def few_changes(steps: Steps, caps: Sequence[int], bins: Bins, nodes: int) -> List[Segment]:
@@ -182,11 +185,13 @@ def few_changes(steps: Steps, caps: Sequence[int], bins: Bins, nodes: int) -> Li
     best = _segments(_arrange(steps, [], bins))
     usable = [device for device, cap in enumerate(caps) if cap > 0]
     by_size = sorted(usable, key=lambda device: caps[device])
-    for order in (usable, by_size, by_size[::-1]):
-        for turn in range(len(order)):
-            found = _runs_then_rest(steps, caps, order[turn:] + order[:turn], nodes)
-            if found is not None and len(found) < len(best):
-                best = found
+    orders = (
+        o[turn:] + o[:turn] for o in (usable, by_size, by_size[::-1]) for turn in range(len(o))
+    )
+    for order in islice(orders, 1 + ORDERS_WORK // len(steps.sizes)):
+        found = _runs_then_rest(steps, caps, order, nodes)
+        if found is not None and len(found) < len(best):
+            best = found
     return best
 
 
@@ -318,7 +323,7 @@ class _Walk:
         line = self.line
         if start == line.total:
             return []
-        self.effort.spend()
+        self.effort.spend(1 + len(self.free) ** 2 // 64)  # every device looks at all others
         key = self._key(start, previous, changes)
         if key in self.failed:
             return None
@@ -347,8 +352,8 @@ class _Walk:
         last = self.free[previous] if previous >= 0 else -1
         return start, last, changes, tuple(sorted(self.free))
 
-    def _ends(self, start: int, device: int, rest: int, changes: int) -> Iterator[int]:
-        """Yield where a run of `device` from `start` may end, longest first."""
+    def _ends(self, start: int, device: int, rest: int, changes: int) -> Iterable[int]:
+        """Return where a run of `device` from `start` may end, longest first."""
         line = self.line
         prefix = line.prefix
         room = self.free[device]
@@ -368,7 +373,7 @@ class _Walk:
             # than the next devices can take.
             needed = prefix[start] + rest - sum(others[:changes])
             least = max(least, bisect_left(prefix, needed))
-        return iter(range(end, least - 1, -1))
+        return range(end, least - 1, -1)
 
     def _take(self, start: int, end: int, device: int, changes: int) -> Optional[List[Segment]]:
         line = self.line

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # The part of the effort spent on one number of changes, or on the smallest fill, of a scattered
 # placement that is known to exist.
 POLISH = 16
+# The search along the model calls itself twice per run; with more runs it is not tried.
+MOST_RUNS = 200
 # What is to be smallest is bisected to this part, from there on made smaller byte by byte: few
 # placements differ by less.
 SCALE = 1 << 14
@@ -123,6 +125,8 @@ class Search:
         self, line: Line, caps: Caps, runs: int, embedding: bool, effort: Effort
     ) -> Optional[List[Segment]]:
         try:
+            if runs > MOST_RUNS:
+                raise OutOfEffort
             return line.search(caps, runs - 1, embedding, effort)
         except OutOfEffort:
             self.optimal = False

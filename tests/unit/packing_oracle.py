@@ -135,7 +135,7 @@ def planted(
     runs_per_device: int,
     slack: Optional[float] = None,
 ) -> Tuple[List[Unit], Dict[Device, int]]:
-    """Return units and unequal budgets that a random placement exceeds by 0.2–5 % or `slack`."""
+    """Return units, and budgets 0.2–5 % (or `slack`) above the loads of a random placement."""
     gib = 2**30
     if shape == "blocks":
         sizes = [gib, *[gib // 10] * (count - 3), 8192, gib]
