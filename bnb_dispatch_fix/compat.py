@@ -11,12 +11,18 @@ import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from bnb_dispatch_fix.features import FEATURES
+
 #: The one schema this release of the shim reads.
 SCHEMA = 1
 #: The packages the shim looks at, in the order they are shown.
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
 #: A larger matrix is not ours (bytes); the released one has about 20 kB.
 SIZE_LIMIT = 1_000_000
+#: So is one that nests more; the released one has 5 levels.
+DEPTH_LIMIT = 16
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class MatrixError(ValueError):
@@ -95,20 +101,37 @@ def load_matrix(path: Optional[Path] = None) -> Matrix:
         ) from error
     if len(raw) > SIZE_LIMIT:
         raise MatrixError(f"{path}: larger than {SIZE_LIMIT} bytes; reinstall bnb-dispatch-fix")
-    if b"&" in raw:  # without an anchor there is no alias, and no file that grows when it is read
-        raise MatrixError(f"{path}: has anchors, expected none; reinstall bnb-dispatch-fix")
     try:
-        data = yaml.load(raw, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        _check_structure(raw)
+        data = yaml.load(raw, Loader=_LOADER)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())
-        raise MatrixError(f"{path}: not YAML ({line}); reinstall bnb-dispatch-fix") from error
+        raise MatrixError(
+            f"{path}: no usable YAML ({_short(error)}); reinstall bnb-dispatch-fix"
+        ) from error
     try:
         return _parse(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MatrixError(
             f"{path}: expected schema {SCHEMA} with fixes, seams and implementations, "
-            f"found {type(error).__name__}: {error}; reinstall bnb-dispatch-fix"
+            f"found {type(error).__name__}: {_short(error)}; reinstall bnb-dispatch-fix"
         ) from error
+
+
+def _check_structure(raw: bytes) -> None:
+    """Refuse what would grow when it is read (aliases), or recurse too deeply for the C loader."""
+    depth = 0
+    for event in yaml.parse(raw, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH_LIMIT:
+            raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
+
+
+def _short(error: Exception) -> str:
+    """One line; an error may quote the file, whatever that is."""
+    return " ".join(str(error)[:400].split())
 
 
 def _parse(data: Any) -> Matrix:
@@ -145,6 +168,8 @@ def _seam(entry: Mapping[str, Any]) -> Seam:
     for field, value in texts.items():
         if not isinstance(value, str):
             raise TypeError(f"seam {entry.get('id')!r}: {field} is no text")
+    if not isinstance(entry["features"], list) or not set(entry["features"]) <= set(FEATURES):
+        raise ValueError(f"seam {entry['id']!r}: features {entry['features']!r}")
     SpecifierSet(entry["versions"])  # InvalidSpecifier is a ValueError
     return Seam(
         features=tuple(str(feature) for feature in entry["features"]),
@@ -162,9 +187,10 @@ def installed_version(package: str) -> Optional[str]:
     if isinstance(loaded, str):
         return loaded
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+        version: Any = importlib.metadata.version(package)
+    except Exception:  # not there, or its metadata cannot be read
         return None
+    return version if isinstance(version, str) else None
 
 
 def installed_versions() -> Dict[str, Optional[str]]:

@@ -156,7 +156,10 @@ def is_importing(module: object) -> bool:
     """Whether the import of a module in `sys.modules` has begun and not ended."""
     if type(module).__module__ == "importlib.util":
         return True  # LazyLoader will execute it as soon as anybody asks for an attribute
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+    try:
+        return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+    except Exception:
+        return False  # anything may stand in sys.modules
 
 
 #: The one of this process.
