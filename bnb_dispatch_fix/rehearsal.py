@@ -13,7 +13,7 @@ import struct
 import sys
 import tempfile
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
@@ -123,7 +123,7 @@ def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Atte
         except _Called as called:
             args, kwargs = called.args_of_call, called.kwargs_of_call
         except Exception as error:
-            raise PlanError(f"the model cannot be built: {one_line(error)}") from error
+            raise PlanError(f"from_pretrained stops before it plans: {one_line(error)}") from error
         else:
             raise PlanError("from_pretrained did not ask for a device map; is it a model?")
     installed = original_of(modeling._get_device_map)
@@ -151,7 +151,7 @@ def _ask_from_pretrained(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[s
     if not seen:
         errors = [attempt.error for attempt in attempts.values() if attempt.error]
         reason = one_line(errors[0]) if errors else "it was planned without a device map"
-        raise PlanError(f"the model cannot be built: {reason}")
+        raise PlanError(f"from_pretrained stops before it plans: {reason}")
     return attempts, seen[-1]
 
 
@@ -160,6 +160,7 @@ def _spy(planner: Any, seen: List[Any]) -> Callable[..., Any]:
     from bnb_dispatch_fix import legacy
     from bnb_dispatch_fix.patches import original_of
 
+    @wraps(planner)  # these releases look at its signature to know whether it takes special_dtypes
     def asked(*args: Any, **kwargs: Any) -> Any:
         request = legacy.read_request(original_of(planner), args, kwargs)
         if request is not None:

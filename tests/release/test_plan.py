@@ -1,0 +1,231 @@
+"""`bnb_dispatch_fix.plan` against what `from_pretrained` really does in the installed release."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+pytest.importorskip("torch", reason="plans real models: needs torch")
+
+import transformers
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import simulation
+from bnb_dispatch_fix.planning import PlanError
+
+GIB = 2**30
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+HAS_BOTH = Version("5.18.0")
+#: Llama-3-8B by hand: two tables of 128256 x 4096 and 65 norms in 16 bits, rotary frequencies
+#: (64 in fp32, one per model from 4.45 on), and 32 blocks in 4 bits.
+TABLE = 128256 * 4096 * 2
+BLOCK_4BIT = (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) // 2
+NORMS = 65 * 4096 * 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    simulation.build_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def without_weights(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("without_weights")
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(without_weights):
+    return bnb_dispatch_fix.plan(
+        without_weights,
+        max_memory=simulation.EIGHT_SMALL_GPUS,
+        quantization_config=transformers.BitsAndBytesConfig(**NF4),
+    )
+
+
+def command(*options):
+    """The exit code, stdout and stderr of `bnb-dispatch-fix plan`."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "bnb_dispatch_fix", "plan", *options],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+@pytest.fixture(scope="module")
+def llama():
+    code, out, err = command(
+        "--example", "llama-3-8b", "--max-memory", "8x4GiB,cpu=60GiB", "--json"
+    )
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("run, environment", [(0, {"BNB_DISPATCH_FIX": "off"}), (2, {})])
+def test_a_run_is_what_from_pretrained_does(small, in_process, run, environment):
+    _, real = in_process(["shim", "plan:auto:4"], **environment)()
+    planned = small.runs[run]
+    assert planned.device_map == real["device_map"]
+    assert (planned.outcome == "loads") == real["loads_on_gpus"]
+    assert (planned.error is None) == (real["error"] is None)
+    if real["error"] is not None:
+        assert real["error"].split(".")[0] in planned.error
+
+
+def test_the_three_planners(small):
+    release, backport, rescue = small.runs
+    fixed = Version(transformers.__version__) >= HAS_BOTH
+    assert release.outcome == ("loads" if fixed else "refused" if is_v5() else "offloads")
+    assert backport.outcome == rescue.outcome == "loads"
+    assert small.fits
+    assert small.device_map == (release if fixed else backport).device_map
+    assert small.notes == ()
+
+
+def is_v5():
+    return transformers.__version__.startswith("5.")
+
+
+def test_configurations_and_models_are_planned_alike(small, without_weights):
+    config = transformers.AutoConfig.from_pretrained(without_weights)
+    model = transformers.LlamaForCausalLM(config)
+    for given in (without_weights / "config.json", config, model):
+        planned = bnb_dispatch_fix.plan(
+            given, max_memory=simulation.EIGHT_SMALL_GPUS, quantization_config=NF4
+        )
+        assert planned == small
+
+
+def test_planning_leaves_this_process_alone(small, without_weights):
+    import torch
+
+    before = bnb_dispatch_fix.status()
+    seen = torch.cuda.is_available(), torch.cuda.device_count()
+    bnb_dispatch_fix.plan(without_weights, max_memory={0: GIB})
+    assert bnb_dispatch_fix.status() == before
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == seen
+
+
+def test_sizes_of_llama_3_8b_are_those_worked_out_by_hand(llama):
+    by_hand = 2 * TABLE + 32 * BLOCK_4BIT + NORMS
+    assert llama["quantized"] == 32 * BLOCK_4BIT
+    # Before 4.45 each block has its rotary tables: 8192 positions, cosine and sine, 128 wide.
+    tables = llama["total"] - by_hand
+    assert 64 * 4 <= tables <= 32 * (8192 * 128 * 2 * 2 + 64 * 4)
+    assert llama["unquantized"] == llama["total"] - llama["quantized"]
+
+
+def test_llama_3_8b_on_eight_gpus(llama):
+    placed = [
+        {d["device"]: round(d["placed"] / GIB, 1) for d in run["devices"] if d["placed"]}
+        for run in llama["runs"]
+    ]
+    assert all(
+        d["usable"] == int(3.6 * GIB) or d["device"] == "cpu" for d in llama["runs"][0]["devices"]
+    )
+    if is_v5():
+        expected = {"1": 1.6, "2": 1.6, "3": 1.0, "4": 1.0}  # transformers 5.24.0 by itself
+        assert {str(device): size for device, size in placed[1].items()} == expected
+    if is_v5() and Version(transformers.__version__) < HAS_BOTH:
+        assert llama["runs"][0]["outcome"] == "refused"
+        assert "cpu" in placed[0]
+    assert [run["outcome"] for run in llama["runs"][1:]] == ["loads", "loads"]
+
+
+def test_a_model_that_does_not_fit():
+    code, out, err = command("--example", "llama-3-8b", "--max-memory", "2x2GiB,cpu=60GiB")
+    assert code == 1, err
+    total = next(line for line in out.splitlines() if "llama-3-8b, " in line).split()[-2]
+    short = float(total) - 3.6
+    assert f"-> needs {total} GiB, usable 3.60 GiB: short by {short:.2f} GiB" in out
+    assert "device_map =" not in out
+
+
+def test_sixteen_bits_are_planned_without_a_quantizer():
+    code, out, err = command(
+        "--example", "llama-3-8b", "--bits", "16", "--max-memory", "2x12GiB", "--json"
+    )
+    told = json.loads(out)
+    assert code == 0, err
+    assert told["quantized"] == 0
+    assert told["runs"][0]["devices"][0]["usable"] == 12 * GIB
+
+
+def test_the_map_can_be_pasted(small, checkpoint):
+    with simulation.simulated_gpus():
+        outcome = simulation.plan_checkpoint(
+            checkpoint, simulation.EIGHT_SMALL_GPUS, device_map=dict(small.device_map)
+        )
+    assert outcome.error is None
+    assert outcome.loads_on_gpus
+
+
+def test_a_model_that_this_release_does_not_know(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "model_of_next_year"}), encoding="utf-8")
+    code, out, err = command(str(path), "--max-memory", "1x1GiB")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "model_of_next_year" in err
+
+
+def test_examples_name_the_release_that_knows_them():
+    if Version(transformers.__version__) >= Version("4.51"):
+        pytest.skip("this release knows every example")
+    code, out, err = command("--example", "deepseek-v3", "--max-memory", "8x80GiB")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"bnb-dispatch-fix plan: deepseek-v3 is not known to transformers "
+        f"{transformers.__version__}; it came with 4.51\n"
+    )
+
+
+def test_a_picture_of_qwen3_names_its_experts(tmp_path):
+    if not is_v5():
+        pytest.skip("transformers 4.x holds experts as Linear, which are quantized")
+    page = tmp_path / "plan.html"
+    code, out, err = command(
+        *("--example", "qwen3-30b-a3b", "--max-memory", "2x23GiB", "--html", str(page))
+    )
+    assert code == 1, err
+    first = out.splitlines()[0]
+    assert first.startswith("55.18 of 55.60 GiB are not quantized: model.layers.*.mlp.experts")
+    assert "55.18 of 55.60 GiB are not quantized" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"max_memory": {"0": "46XB"}}, "46XB"),
+        ({"max_memory": {0: "1GiB"}, "dtype": "float17"}, "dtype: torch has no float17"),
+    ],
+)
+def test_what_the_release_cannot_read_is_one_line(without_weights, arguments, said):
+    with pytest.raises(PlanError, match=said) as raised:
+        bnb_dispatch_fix.plan(without_weights, quantization_config=NF4, **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_class_of_a_script_is_explained(without_weights):
+    class Local(transformers.LlamaForCausalLM):
+        pass
+
+    config = transformers.AutoConfig.from_pretrained(without_weights)
+    with pytest.raises(PlanError, match="cannot be imported by another process"):
+        bnb_dispatch_fix.plan(Local(config), max_memory={0: GIB})
+
+
+def test_the_folder_is_not_touched(small, without_weights):
+    assert [path.name for path in Path(without_weights).iterdir()] == ["config.json"]
