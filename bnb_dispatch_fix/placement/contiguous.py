@@ -31,8 +31,8 @@ class _Trail(NamedTuple):
 
 # Budget, its devices, value of one of them in a state.
 _Kind = Tuple[int, List[int], int]
-# Position reached, budgets used up, runs so far; by state.
-_Layer = Dict[int, Tuple[int, int, Optional[_Trail]]]
+# By state: position reached, budgets used up, state before the last run, kind and start of that.
+_Layer = Dict[int, Tuple[int, int, int, int, int]]
 
 
 class Steps(NamedTuple):
@@ -135,13 +135,9 @@ def _chain(
     return Chain([0, *accumulate(sizes)], owner, inner_cuts, embedding)
 
 
-def _reach(chain: Chain, start: int, cap: int) -> int:
-    """Return the item after the last one of the longest run from `start` within `cap` bytes."""
-    end = bisect_right(chain.prefix, chain.prefix[start] + cap) - 1
-    for cut in chain.cuts:
-        if start < cut < end:
-            return cut
-    return end
+def _no_further(cuts: Sequence[int], start: int, end: int) -> int:
+    """Return the first cut within a run, or its end."""
+    return next((cut for cut in cuts if start < cut < end), end)
 
 
 def in_device_order(
@@ -160,7 +156,8 @@ def in_device_order(
             start = furthest[run - 1]
             if start < 0:
                 continue
-            end = _reach(chain, start, cap)
+            end = bisect_right(chain.prefix, chain.prefix[start] + cap) - 1
+            end = _no_further(chain.cuts, start, end)
             if run == 1 and embedding_first and end <= chain.embedding:
                 continue
             if end > start and end > furthest[run]:
@@ -173,16 +170,10 @@ def in_device_order(
 
 
 def _unwind(trail: Optional[_Trail]) -> List[Segment]:
-    """Return the segments of a linked trail; a segment ends where the next one starts."""
-    segments: List[Segment] = []
-    limit: Optional[int] = None
+    segments = []
     while trail is not None:
-        device, start, end = trail.segment
+        segments.append(trail.segment)
         trail = trail.before
-        end = end if limit is None else min(end, limit)
-        if start < end:
-            segments.append((device, start, end))
-            limit = start
     return segments[::-1]
 
 
@@ -221,13 +212,15 @@ class AnyOrder:
         largest = [0, *accumulate(usable)]
         runs = min(runs, len(usable))
         width = STATES if len(usable) <= 16 else max(1, BEAM_WORK // (len(kinds) * runs))
-        layer: _Layer = {0: (0, 0, None)}
+        layers: List[_Layer] = [{0: (0, 0, 0, 0, 0)}]
         for run in range(1, runs + 1):
-            layer = _one_more_run(chain, kinds, layer, first, (largest[runs - run], largest[-1]))
-            for state, (position, _, trail) in layer.items():
-                if position == len(chain.prefix) - 1 and (first < 0 or state % 2):
-                    return _unwind(trail)
-            layer = self._keep(layer, width, chain.prefix)
+            room = (largest[runs - run], largest[-1])
+            layer = _one_more_run(chain, kinds, layers[-1], first, room)
+            layers.append(layer)
+            for state, reached in layer.items():
+                if reached[0] == len(chain.prefix) - 1 and (first < 0 or state % 2):
+                    return _trace(layers, kinds, state)
+            layers[-1] = self._keep(layer, width, chain.prefix)
         return None
 
     def _keep(self, layer: _Layer, width: int, prefix: Sequence[int]) -> _Layer:
@@ -249,24 +242,44 @@ def _one_more_run(
     `room` is what the runs to come can take at most, and what all devices can take.
     """
     after: _Layer = {}
-    prefix = chain.prefix
-    least = bisect_left(prefix, prefix[-1] - room[0])
-    for state, (position, used, trail) in layer.items():
-        for cap, devices, place in kinds:
-            count = state // place % (len(devices) + 1)
-            if count == len(devices):
+    prefix, cuts = chain.prefix, chain.cuts
+    total = prefix[-1]
+    least = bisect_left(prefix, total - room[0])
+    numbered = [(kind, *values) for kind, values in enumerate(kinds)]
+    for state, (position, used, *_) in layer.items():
+        for kind, cap, devices, place in numbered:
+            if state // place % (len(devices) + 1) == len(devices):
                 continue
-            start = min(position, chain.embedding) if devices[0] == first else position
-            end = _reach(chain, start, cap)
-            if end <= start or end < least or (devices[0] == first and end <= chain.embedding):
+            start = position
+            if devices[0] == first:
+                start = min(position, chain.embedding)
+            end = bisect_right(prefix, prefix[start] + cap) - 1
+            if cuts:  # rare, and here is where the time goes
+                end = _no_further(cuts, start, end)
+            if end <= start or end < least or total - prefix[end] > room[1] - used - cap:
+                continue
+            if devices[0] == first and end <= chain.embedding:
                 continue
             known = after.get(state + place)
-            if known is not None and known[0] >= end:
-                continue
-            if prefix[-1] - prefix[end] <= room[1] - used - cap:
-                trail_on = _Trail((devices[count], start, end), trail)
-                after[state + place] = (end, used + cap, trail_on)
+            if known is None or known[0] < end:
+                after[state + place] = (end, used + cap, state, kind, start)
     return after
+
+
+def _trace(layers: Sequence[_Layer], kinds: Sequence[_Kind], state: int) -> List[Segment]:
+    """Return the runs that led to a state of the last layer."""
+    segments = []
+    limit = layers[-1][state][0]
+    for layer in layers[:0:-1]:
+        end, _, state, kind, start = layer[state]
+        _, devices, place = kinds[kind]
+        device = devices[state // place % (len(devices) + 1)]
+        end = min(end, limit)
+        # A run that started at the embedding may have left nothing of the one before it.
+        if start < end:
+            segments.append((device, start, end))
+            limit = start
+    return segments[::-1]
 
 
 def _kinds(caps: Sequence[int], first: int) -> List[_Kind]:

@@ -21,7 +21,7 @@ POLISH = 16
 MOST_RUNS = 200
 # What is to be smallest is bisected to this part, from there on made smaller byte by byte: few
 # placements differ by less.
-SCALE = 1 << 14
+SCALE = 1 << 12
 
 Caps = List[int]
 _Laid = Tuple[Chain, List[Segment]]

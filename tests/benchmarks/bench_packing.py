@@ -84,14 +84,20 @@ def timing() -> None:
     print("|---|---|---|---|---|---|")
     unequal = [1.3, 0.4, 1, 0.7, 1.6, 0.5, 1.1, 0.9]
     for count in (300, 20_000):
-        for text, units, weights, slack in (
-            ("equal, 30 % free", language_model(count), [1.0] * 8, 0.3),
-            ("unequal, 30 % free", language_model(count), unequal, 0.3),
-            ("unequal, 1 % free", language_model(count), unequal, 0.01),
-            ("unequal, 3 % free, uneven blocks", language_model(count, seed=1), unequal, 0.03),
-            ("unequal, 3 % free, tied head", language_model(count, tied=True), unequal, 0.03),
+        plain = language_model(count)
+        uneven = language_model(count, seed=1)
+        tied = language_model(count, tied=True)
+        for text, units, budgets in (
+            ("equal, 30 % free", plain, shares(plain, [1.0] * 8, 0.3)),
+            ("unequal, 30 % free", plain, shares(plain, unequal, 0.3)),
+            ("unequal, 1 % free", plain, shares(plain, unequal, 0.01)),
+            ("unequal, 3 % free, uneven blocks", uneven, shares(uneven, unequal, 0.03)),
+            ("unequal, 3 % free, tied head", tied, shares(tied, unequal, 0.03)),
+            (
+                "unequal, 1 % free, planted",
+                *planted(random.Random(1), "irregular", count, 8, 1, 0.01),
+            ),
         ):
-            budgets = shares(units, weights, slack)
             result = pack(units, budgets)
             answer = type(result).__name__
             if isinstance(result, Placement):

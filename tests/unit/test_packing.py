@@ -106,6 +106,14 @@ def test_order_of_many_different_devices_is_found(devices):
     assert check(result, units, budgets) == []
 
 
+def test_more_devices_than_all_orders_can_be_tried_for():
+    units, budgets = planted(random.Random(1), "irregular", 200, 20, 1, slack=0.01)
+    result = pack(units, budgets)
+    assert isinstance(result, Placement)
+    assert not result.optimal
+    assert check(result, units, budgets) == []
+
+
 def test_same_arguments_same_placement():
     for seed in range(40):
         shape = ["blocks", "irregular"][seed % 2]
