@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import installed
+from cell import installed
 from packaging.version import Version
 
 pytest.importorskip("torch", reason="loads a real model: needs torch")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import installed, run
+from cell import installed, run
 
 COMMAND = ["-m", "bnb_dispatch_fix", "status", "--json"]
 WITHOUT_TORCH = installed("torch") is None
