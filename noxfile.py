@@ -134,6 +134,13 @@ def matrix(session: nox.Session, row: Row) -> None:
     session.run("pytest", tests, junit(session), f"--cell-result={result}")
 
 
+@nox.session(venv_backend="none")
+def report(session: nox.Session) -> None:
+    """Write the README's table of tested releases from the results of `nox -s matrix`."""
+    names = [name(row) for row in ROWS if "transformers" in row]
+    session.run("python3", "tests/matrix/report.py", str(RESULTS / "cells"), *names)
+
+
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("expected")]))
 def expected(session: nox.Session, row: Row) -> None:

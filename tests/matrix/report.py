@@ -1,0 +1,67 @@
+"""Renders the README's table of tested combinations from the result files of `nox -s matrix`.
+
+`python tests/matrix/report.py RESULTS CELL...` replaces what stands between the two marker lines of
+README.md. A cell without a result file, or with a failed test, is named and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+BEGIN = "<!-- matrix -->\n"
+END = "<!-- end -->\n"
+HEAD = ("transformers", "accelerate", "bitsandbytes", "Python", "without the shim", "with it")
+
+
+def outcome(plan):
+    """A plan of the tests' checkpoint in a few words; results without torch have none."""
+    if plan is None:
+        return "–"
+    if plan["error"]:
+        return plan["error"].split(":")[0]
+    on_cpu = [name for name, device in plan["device_map"].items() if device in ("cpu", "disk")]
+    return f"{', '.join(on_cpu)} on the CPU" if on_cpu else "loads on GPUs"
+
+
+def line(result):
+    found = result["installed"]
+    cells = [found[package] or "–" for package in HEAD[:3]]
+    cells += [result["python"], outcome(result.get("without")), outcome(result.get("with"))]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(results):
+    """Markdown, in the order given; rows that would read the same stand once."""
+    lines = dict.fromkeys(line(result) for result in results)
+    return "\n".join([f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *lines]) + "\n"
+
+
+def replaced(text, new):
+    """The README with a new table; ValueError where its markers are missing."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no lines {BEGIN.strip()!r} and {END.strip()!r}")
+    return before + begin + new + end + after
+
+
+def main(folder, names):
+    """Render the results of the cells called `names`; an exit message where one is not green."""
+    files = {name: folder / f"{name}.json" for name in names}
+    missing = [name for name, file in files.items() if not file.exists()]
+    if missing:
+        return "not run: " + ", ".join(missing)
+    results = {name: json.loads(file.read_text("utf-8")) for name, file in files.items()}
+    failed = [name for name, result in results.items() if result["failed"]]
+    if failed:
+        return "failed: " + ", ".join(failed)
+    README.write_text(replaced(README.read_text("utf-8"), table(results.values())), "utf-8")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
