@@ -173,3 +173,11 @@ def demo(session: nox.Session, row: Row) -> None:
     """The error without the shim, the same model loading with it; simulated GPUs, no network."""
     install_row(session, row)
     session.run("bnb-dispatch-fix", "demo", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
+def readme(session: nox.Session, row: Row) -> None:
+    """Write anew what the README's commands print, and its measurements."""
+    install_row(session, row)
+    session.run("python", "tests/matrix/readme.py")
