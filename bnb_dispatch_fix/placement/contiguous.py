@@ -66,7 +66,10 @@ def tie_groups(groups: Sequence[int]) -> Dict[int, List[int]]:
 
 
 def chains(steps: Steps) -> Tuple[List[Chain], bool]:
-    """Return a chain per way to handle the ties, and whether these are all ways."""
+    """Return a chain per way to handle the ties, and whether they are sure to have the best one.
+
+    With several groups they are not: members that follow from a distance can be neighbours.
+    """
     members = list(tie_groups(steps.groups).values())
     if not members:
         prefix = [0, *accumulate(steps.sizes)]
@@ -77,7 +80,7 @@ def chains(steps: Steps) -> Tuple[List[Chain], bool]:
     complete = prod(map(len, choices)) <= limit
     together = product(*choices) if complete else _in_step(members, limit)
     built = [_chain(steps, members, chosen) for chosen in together]
-    return [chain for chain in built if chain is not None], complete
+    return built, complete and len(members) == 1
 
 
 def _in_step(members: Sequence[Sequence[int]], limit: int) -> Iterator[List[_TieChoice]]:
@@ -99,10 +102,8 @@ def _tie_choices(positions: Sequence[int], last_step: int) -> Iterator[_TieChoic
                     yield positions[first], positions[final], cuts
 
 
-def _chain(
-    steps: Steps, members: Sequence[Sequence[int]], chosen: Sequence[_TieChoice]
-) -> Optional[Chain]:
-    """Build the chain of one choice per tie group; None where the choices contradict."""
+def _chain(steps: Steps, members: Sequence[Sequence[int]], chosen: Sequence[_TieChoice]) -> Chain:
+    """Build the chain of one choice per tie group."""
     merged_until: Dict[int, int] = {}
     anchor_of: Dict[int, int] = {}
     for positions, (first, last, _) in zip(members, chosen):
@@ -117,8 +118,6 @@ def _chain(
     for step in range(len(steps.sizes)):
         if step in anchor_of:
             if step in wanted_cuts:
-                if step <= together:
-                    return None
                 cuts.append(items)
             owner.append(-1)
         else:

@@ -102,9 +102,10 @@ def pack(
     `fill_last` (GPU 0 with balanced_low_0) gets as few bytes as a contiguous placement allows,
     or a scattered one if there is none; this counts before device order and changes.
 
-    Contiguous placements are searched completely with up to 16 devices and a few tie groups; a
-    scattered one within `effort`. Budgets of 0 or less are not used. The result depends on
-    nothing but the arguments. Raises ValueError for repeated names or negative sizes.
+    Contiguous placements are searched completely with up to 16 devices and one tie group; with
+    more tie groups a placement with fewer changes can be missed (`optimal` is False then). A
+    scattered one is searched within `effort`. Budgets of 0 or less are not used. The result
+    depends on nothing but the arguments. Raises ValueError for repeated names or negative sizes.
     """
     order = [device for device in device_order(budgets) if budgets[device] > 0]
     usable = {device: index(budgets[device]) for device in order}

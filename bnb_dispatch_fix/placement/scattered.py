@@ -368,7 +368,7 @@ class _Walk:
                 break
         others = sorted((f for d, f in enumerate(self.free) if d != device), reverse=True)
         least = start + 1
-        if room + sum(others[: max(changes - 1, 0)]) < rest or changes < 2:
+        if room + sum(others[: max(changes - 1, 0)]) < rest:
             # Not even coming back to this device later helps: the run has to leave no more
             # than the next devices can take.
             needed = prefix[start] + rest - sum(others[:changes])

@@ -78,14 +78,16 @@ class Search:
 
         caps = self._spare_last(bytes_on_last)
         solver, feasible = candidates(caps)
-        changes = [_changes(_devices(*laid)) for laid in feasible]
-        results = [
-            self._found(laid[0], self._refine(solver, caps, *laid), solver is in_device_order)
-            for laid, count in zip(feasible, changes)
-            if count == min(changes)
+        in_order = solver is in_device_order
+        first = [self._found(*laid, in_order) for laid in feasible]
+        least = min((found.changes for found in first), default=0)
+        refined = [
+            self._found(laid[0], self._refine(solver, caps, *laid), in_order)
+            for laid, found in zip(feasible, first)
+            if found.changes == least
         ]
         self.optimal = self.optimal and any_order.exact
-        return min(results, key=_rank, default=None)
+        return min(first + refined, key=_rank, default=None)
 
     def scattered(self, effort: int) -> Optional[Found]:
         """Return the best scattered placement that `effort` nodes find, or None if there is none.

@@ -111,6 +111,8 @@ def random_instance(
     if rng.random() < 0.5:
         block = rng.randint(1, largest)
         sizes = [block if rng.random() < 0.7 else size for size in sizes]
+    if rng.random() < 0.2:  # fills that differ by a few bytes
+        sizes = [size * 10_000 + rng.randint(0, 2) for size in sizes]
     ties: List[Optional[int]] = [None] * count
     for tie in range(rng.randint(0, most_ties)):
         for position in rng.sample(range(count), min(count, rng.choice([2, 2, 3]))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ from bnb_dispatch_fix.placement.packing import (
 )
 
 
-def agrees_with_every_assignment(units, budgets, fill_last=None):
+def agrees_with_every_assignment(units, budgets, fill_last, missed):
     result = pack(units, budgets, fill_last=fill_last)
     best = best_rank(units, budgets, fill_last)
     if best is None:
@@ -32,12 +32,15 @@ def agrees_with_every_assignment(units, budgets, fill_last=None):
         assert verify(result.certificate, units, budgets)
         return result
     assert isinstance(result, Placement)
-    assert result.optimal
     assert check(result, units, budgets) == []
-    assert rank_of(result, units, budgets, fill_last) == best
-    _, _, kind, changes, off_first, fill = best
+    reached = rank_of(result, units, budgets, fill_last)
+    _, _, kind, changes, off_first, fill = reached
     assert (result.kind, result.changes, result.fill) == (kind, changes, fill)
     assert result.embedding_first is not off_first
+    assert reached == best if result.optimal else reached >= best
+    ties = [unit.tie for unit in units if unit.tie is not None]
+    assert result.optimal or len(set(ties)) > 1
+    missed.append(reached != best)
     return result
 
 
@@ -54,12 +57,14 @@ def agrees_with_every_assignment(units, budgets, fill_last=None):
 def test_best_of_all_assignments(seed, instances, units, devices, ties):
     rng = random.Random(seed)
     outcomes = set()
+    missed = []  # with several tie groups, placements that are not the best
     for _ in range(instances):
         units_, budgets = random_instance(rng, units, devices, ties)
         fill_last = rng.choice([None, None, next(iter(budgets))])
-        result = agrees_with_every_assignment(units_, budgets, fill_last)
+        result = agrees_with_every_assignment(units_, budgets, fill_last, missed)
         outcomes.add(result.kind if isinstance(result, Placement) else type(result.certificate))
     assert outcomes >= {*Kind, TooManyLarge}
+    assert sum(missed) <= len(missed) / 1000
 
 
 @st.composite
@@ -79,7 +84,7 @@ def small_instances(draw):
 @given(small_instances(), st.sampled_from([None, 0, "xpu"]))
 def test_best_of_all_assignments_shrinkable(instance, fill_last):
     units, budgets = instance
-    agrees_with_every_assignment(units, budgets, fill_last if fill_last in budgets else None)
+    agrees_with_every_assignment(units, budgets, fill_last if fill_last in budgets else None, [])
 
 
 @pytest.mark.parametrize("runs_per_device", [1, 2, 99])
@@ -95,6 +100,36 @@ def test_planted_placements_are_found(shape, count, devices, runs_per_device):
         if runs_per_device == 1:
             assert result.kind <= Kind.OTHER_ORDER
             assert result.optimal
+
+
+def fits_in_some_order(units, budgets):
+    for order in permutations(budgets.values()):
+        room = list(order)
+        for unit in units:
+            while room and unit.size > room[0]:
+                room.pop(0)
+            if not room:
+                break
+            room[0] -= unit.size
+        else:
+            return True
+    return False
+
+
+def test_contiguous_if_some_order_of_six_devices_fits():
+    rng = random.Random(6)
+    outcomes = set()
+    for _ in range(150):
+        sizes = [rng.randint(1, 100) for _ in range(rng.randint(8, 30))]
+        weights = [rng.uniform(0.3, 1) for _ in range(6)]
+        scale = sum(sizes) * rng.uniform(1.02, 1.3) / sum(weights)
+        units = [Unit(str(n), size) for n, size in enumerate(sizes)]
+        budgets = {device: int(weight * scale) for device, weight in enumerate(weights)}
+        result = pack(units, budgets, effort=2000)
+        contiguous = isinstance(result, Placement) and result.kind <= Kind.OTHER_ORDER
+        assert contiguous is fits_in_some_order(units, budgets)
+        outcomes.add(contiguous and result.kind)
+    assert outcomes == {False, Kind.DEVICE_ORDER, Kind.OTHER_ORDER}
 
 
 @pytest.mark.parametrize("devices", [12, 14, 16])
