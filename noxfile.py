@@ -24,7 +24,7 @@ TEST_TOOLS = ["pytest>=8.3", "hypothesis>=6.113"]
 #: The release of torch that every row was seen to work with.
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
-ROW_SETTINGS = {"python", "torch", "bounds", "ci", "demo", "expected"}
+ROW_SETTINGS = {"python", "torch", "bounds", "ci", "demo", "expected", "bench"}
 
 #: The wheel of this run, once it is built.
 BUILT: list[str] = []
@@ -139,6 +139,17 @@ def report(session: nox.Session) -> None:
     """Write the README's table of tested releases from the results of `nox -s matrix`."""
     names = [name(row) for row in ROWS if "transformers" in row]
     session.run("python3", "tests/matrix/report.py", str(RESULTS / "cells"), *names)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("bench")]))
+def bench(session: nox.Session, row: Row) -> None:
+    """How many models that fit are loaded, and what planning costs: JSON and the README's tables."""
+    install_row(session, row)
+    results = RESULTS / "bench"
+    session.run("python", "tests/benchmarks/loadability.py", str(results / f"{name(row)}.json"))
+    found = sorted(str(path) for path in results.glob("*.json"))
+    session.run("python", "tests/benchmarks/loadability.py", "--table", *found)
 
 
 @nox.session

@@ -137,7 +137,7 @@ def times(real_models):
         budgets = list(like_gpus([size for _, size in real_models.parts(model)]))
         accepted = budgets[-1]  # eight GPUs with plenty of room
         bnb_dispatch_fix.activate(["backport"])
-        refused = [m for m in budgets if not loads(model, "sequential", m, quantizer)][-1]
+        refused = next(m for m in budgets if not loads(model, "sequential", m, quantizer))
         for case, strategy, max_memory in [
             ("accepted", "auto", accepted),
             ("placed by rescue", "sequential", refused),
