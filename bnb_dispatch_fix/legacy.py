@@ -1,7 +1,8 @@
-"""Carries what the caller asked to the planner, for transformers 4.30-4.49.
+"""Notes what a caller asked of `from_pretrained` while it runs, per thread.
 
-These releases plan inside `from_pretrained`: the planner sees budgets that were balanced and
-reduced before, so the caller's own are kept beside it, per thread, while the call runs.
+transformers 4.30-4.49 plan inside it: the planner sees budgets that were balanced and reduced
+before, so it needs the caller's own. In every release an error that is raised later, about the
+map or an argument, is explained with what was noted.
 """
 
 from __future__ import annotations
@@ -10,23 +11,39 @@ import inspect
 import threading
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+from bnb_dispatch_fix import features
 from bnb_dispatch_fix.backport.balanced import no_split_names
+from bnb_dispatch_fix.backport.dispatch import all_on_disk
 from bnb_dispatch_fix.placement.budgets import BITSANDBYTES_SHARE
 from bnb_dispatch_fix.placement.packing import Device
 from bnb_dispatch_fix.placement.sizers import call_sizer
 from bnb_dispatch_fix.requests import STRATEGIES, Request, copied, lone_share
 
 
-class _Load(NamedTuple):
-    """The arguments of one running `from_pretrained` that a planner needs."""
+class Load:
+    """One running `from_pretrained`: its arguments, and what became of them at the planner.
 
-    strategy: str
-    max_memory: Optional[Dict[Device, Any]]
+    `max_memory` is None where it was not given; `outcome` is the exact search's, None where
+    nobody looked.
+    """
+
+    def __init__(self, device_map: Any, max_memory: Any) -> None:
+        self.device_map = device_map
+        self.max_memory = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
+        self.request: Optional[Request] = None
+        self.outcome: Any = None
+        self.planned: Any = None
+
+    @property
+    def strategy(self) -> Optional[str]:
+        """The strategy asked for; None where `device_map` is something else."""
+        asked = self.device_map
+        return asked if isinstance(asked, str) and asked in STRATEGIES else None
 
 
 class _Loads(threading.local):
     def __init__(self) -> None:
-        self.running: List[Optional[_Load]] = []
+        self.running: List[Load] = []
 
 
 _loads = _Loads()
@@ -39,16 +56,31 @@ class _Quantizer(NamedTuple):
 
 
 def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands for `PreTrainedModel.from_pretrained`: notes the budgets while it runs."""
-    strategy = kwargs.get("device_map")
-    planned = isinstance(strategy, str) and strategy in STRATEGIES
-    _loads.running.append(
-        _Load(str(strategy), copied(kwargs.get("max_memory"))) if planned else None
-    )
+    """Stands for `PreTrainedModel.from_pretrained`: notes the budgets, explains errors."""
+    load = Load(kwargs.get("device_map"), kwargs.get("max_memory"))
+    _loads.running.append(load)
     try:
-        return installed(*args, **kwargs)
+        loaded = installed(*args, **kwargs)
+    except Exception as error:
+        if "explain" in features.on():
+            from bnb_dispatch_fix import diagnosis  # needed for an error only
+
+            diagnosis.explain_load(error, load)
+        raise
     finally:
         _loads.running.pop()
+    if load.strategy and all_on_disk(load.planned) and "explain" in features.on():
+        from bnb_dispatch_fix import diagnosis  # needed for an odd plan only
+
+        diagnosis.warn_of_disk(load)
+    return loaded
+
+
+def remember(request: Request, outcome: Any, planned: Any) -> None:
+    """Note what a planner was asked and answered, for the `from_pretrained` around it."""
+    if _loads.running:
+        load = _loads.running[-1]
+        load.request, load.outcome, load.planned = request, outcome, planned
 
 
 def read_request(
@@ -56,7 +88,7 @@ def read_request(
 ) -> Optional[Request]:
     """The request in a call of `infer_auto_device_map` under a noted `from_pretrained`."""
     load = _loads.running[-1] if _loads.running else None
-    if load is None:
+    if load is None or load.strategy is None:
         return None
     given = inspect.signature(installed).bind(*args, **kwargs).arguments
     model = given["model"]

@@ -93,6 +93,7 @@ def _around(
         if found is None:
             raise
         return found
+    legacy.remember(request, None, device_map)
     if not (request.refuses_offload and isinstance(device_map, Mapping)):
         return device_map
     if offloads(device_map):
@@ -101,7 +102,7 @@ def _around(
         why = "more on a device than its budget, unquantized modules being counted as quantized"
     else:
         return device_map
-    found = _instead(request, None, why)
+    found = _instead(request, None, why, device_map)
     return device_map if found is None else found
 
 
@@ -176,9 +177,15 @@ def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
 
 
 def _instead(
-    request: Request, error: Optional[Exception], why: Optional[str]
+    request: Request,
+    error: Optional[Exception],
+    why: Optional[str],
+    refused: Any = None,
 ) -> Optional[Dict[str, Device]]:
-    """An exact placement, None where there is none; no exception leaves it."""
+    """An exact placement; None where there is none, and then an error is explained.
+
+    No exception leaves it.
+    """
     try:
         outcome = search(request)
         if outcome.device_map is not None and "rescue" in features.on():
@@ -189,6 +196,12 @@ def _instead(
     except Exception as fault:
         level = logging.DEBUG if error is not None else logging.WARNING
         logger.log(level, "no exact placement was looked for: %r", fault)
+        return None
+    legacy.remember(request, outcome, refused)
+    if error is not None and "explain" in features.on():
+        from bnb_dispatch_fix import diagnosis  # needed for an error only
+
+        diagnosis.explain(error, request, outcome)
     return None
 
 
