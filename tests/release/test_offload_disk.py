@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import HERE, installed, run
+from cell import HERE, installed, run
 from packaging.version import Version
 
 pytest.importorskip("torch", reason="generates from real checkpoints: needs torch")
