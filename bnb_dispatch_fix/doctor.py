@@ -11,49 +11,21 @@ import json
 import os
 import platform
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import surroundings
+from bnb_dispatch_fix.findings import ERROR, PASS, WARN, Checkup, Finding, as_text
 from bnb_dispatch_fix.states import PatchStatus
 from bnb_dispatch_fix.surroundings import Answer
 
-PASS, WARN, ERROR = "PASS", "WARN", "ERROR"
-_COLOURS = {PASS: "32", WARN: "33", ERROR: "31"}
 _GIB = 2**30
 #: The packages a row of the matrix combines.
 _COMBINED = ("transformers", "accelerate", "bitsandbytes")
 _HIDES_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: A GPU with less than this share of its memory free is worth a word.
 _SCARCE = 0.5
-
-
-class Finding(NamedTuple):
-    """One line: how bad, about what, what was seen, and what to do ("" where nothing is)."""
-
-    level: str
-    topic: str
-    text: str
-    hint: str = ""
-
-
-class Checkup(NamedTuple):
-    """All findings, in the order they are shown."""
-
-    findings: Tuple[Finding, ...]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether there is no ERROR."""
-        return all(finding.level != ERROR for finding in self.findings)
-
-    def as_dict(self) -> Dict[str, Any]:
-        """Plain data, as `bnb-dispatch-fix doctor --json` prints it."""
-        return {
-            "version": bnb_dispatch_fix.__version__,
-            "healthy": self.healthy,
-            "findings": [finding._asdict() for finding in self.findings],
-        }
 
 
 def examine(timeout: float = surroundings.TIMEOUT) -> Checkup:
@@ -79,6 +51,7 @@ def examine(timeout: float = surroundings.TIMEOUT) -> Checkup:
         ("seams", lambda: _seams(answers)),
         ("references", _references),
         ("patchers", _patchers),
+        ("autoload", _autoload),
         ("environment", _environment),
     )
     for topic, check in checks:
@@ -329,6 +302,31 @@ def _patchers() -> Iterator[Finding]:
         yield Finding(PASS, "patchers", "nobody else wraps these functions")
 
 
+def _autoload() -> Iterator[Finding]:
+    """Whether the start-up files are there, and whether they work."""
+    import site
+    import sysconfig
+
+    from bnb_dispatch_fix import autoload
+
+    folders = [sysconfig.get_paths()["purelib"]]
+    if site.ENABLE_USER_SITE:
+        folders.append(site.getusersitepackages())
+    states = {folder: autoload.state(Path(folder)) for folder in folders}
+    starts = autoload.starts_with_shim()
+    for folder, state in states.items():
+        if state in ("incomplete", "foreign"):
+            hint = "`bnb-dispatch-fix autoload enable` writes the files, and says if it may not"
+            yield Finding(WARN, "autoload", f"{state} start-up files in {folder}", hint)
+    if starts:
+        yield Finding(PASS, "autoload", "a new Python starts with the shim")
+    elif "enabled" in states.values():
+        hint = "`bnb-dispatch-fix autoload status` says more"
+        yield Finding(WARN, "autoload", "enabled, but a new Python starts without the shim", hint)
+    else:
+        yield Finding(PASS, "autoload", "not enabled")
+
+
 def _environment() -> Iterator[Finding]:
     from bnb_dispatch_fix.features import SWITCH, read_switch
 
@@ -351,22 +349,6 @@ def _environment() -> Iterator[Finding]:
     if version is not None:
         hint = "unset it, unless bitsandbytes finds the wrong library without it"
         yield Finding(WARN, "environment", f"BNB_CUDA_VERSION={version!r} picks the library", hint)
-
-
-def as_text(checkup: Checkup, *, colour: bool = False) -> str:
-    """The findings as lines, each hint under its finding, and a count at the end."""
-    width = max((len(finding.topic) for finding in checkup.findings), default=0)
-    lines: List[str] = []
-    for level, topic, text, hint in checkup.findings:
-        mark = f"{level:5}"
-        if colour:
-            mark = f"\x1b[{_COLOURS[level]}m{mark}\x1b[0m"
-        lines.append(f"{mark}  {topic:{width}}  {text}")
-        if hint:
-            lines.append(f"{'':5}  {'':{width}}  -> {hint}")
-    counts = {level: sum(f.level == level for f in checkup.findings) for level in _COLOURS}
-    lines.append(f"{counts[PASS]} passed, {counts[WARN]} warnings, {counts[ERROR]} errors")
-    return "\n".join(lines)
 
 
 def add_arguments(subparsers: Any) -> None:

@@ -229,7 +229,7 @@ def _largest_row(part: Part, most: int) -> str:
 
 def _breakable(name: str) -> str:
     """A dotted name that may wrap after its dots."""
-    return escape(name or "the whole model").replace(".", ".<wbr>")
+    return re.sub(r"\.(?=[a-z_*])", ".<wbr>", escape(name or "the whole model"))
 
 
 def _map(plan: Plan) -> str:

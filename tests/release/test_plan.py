@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -98,24 +97,23 @@ def is_v5():
     return transformers.__version__.startswith("5.")
 
 
-def test_configurations_and_models_are_planned_alike(small, without_weights):
-    config = transformers.AutoConfig.from_pretrained(without_weights)
-    model = transformers.LlamaForCausalLM(config)
-    for given in (without_weights / "config.json", config, model):
-        planned = bnb_dispatch_fix.plan(
-            given, max_memory=simulation.EIGHT_SMALL_GPUS, quantization_config=NF4
-        )
-        assert planned == small
-
-
-def test_planning_leaves_this_process_alone(small, without_weights):
+def test_a_model_is_planned_as_its_checkpoint_and_this_process_is_left_alone(
+    small, without_weights
+):
     import torch
 
     before = bnb_dispatch_fix.status()
     seen = torch.cuda.is_available(), torch.cuda.device_count()
-    bnb_dispatch_fix.plan(without_weights, max_memory={0: GIB})
+    config = transformers.AutoConfig.from_pretrained(without_weights)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    planned = bnb_dispatch_fix.plan(
+        model, max_memory=simulation.EIGHT_SMALL_GPUS, quantization_config=NF4
+    )
+    assert planned == small
     assert bnb_dispatch_fix.status() == before
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == seen
+    assert [path.name for path in without_weights.iterdir()] == ["config.json"]
 
 
 def test_sizes_of_llama_3_8b_are_those_worked_out_by_hand(llama):
@@ -144,23 +142,19 @@ def test_llama_3_8b_on_eight_gpus(llama):
     assert [run["outcome"] for run in llama["runs"][1:]] == ["loads", "loads"]
 
 
-def test_a_model_that_does_not_fit():
-    code, out, err = command("--example", "llama-3-8b", "--max-memory", "2x2GiB,cpu=60GiB")
-    assert code == 1, err
-    total = next(line for line in out.splitlines() if "llama-3-8b, " in line).split()[-2]
-    short = float(total) - 3.6
-    assert f"-> needs {total} GiB, usable 3.60 GiB: short by {short:.2f} GiB" in out
-    assert "device_map =" not in out
-
-
-def test_sixteen_bits_are_planned_without_a_quantizer():
+def test_a_model_that_does_not_fit_in_sixteen_bits(llama):
     code, out, err = command(
-        "--example", "llama-3-8b", "--bits", "16", "--max-memory", "2x12GiB", "--json"
+        *("--example", "llama-3-8b", "--bits", "16", "--json", "--max-memory", "2x6GiB,cpu=60GiB")
     )
+    assert code == 1, err
     told = json.loads(out)
-    assert code == 0, err
     assert told["quantized"] == 0
-    assert told["runs"][0]["devices"][0]["usable"] == 12 * GIB
+    assert told["total"] == llama["total"] + 3 * llama["quantized"]
+    total = told["total"] / GIB
+    assert told["verdict"] == (
+        f"needs {total:.2f} GiB, usable 12.00 GiB: short by {total - 12:.2f} GiB"
+    )
+    assert told["device_map"] is None
 
 
 def test_the_map_can_be_pasted(small, checkpoint):
@@ -205,16 +199,9 @@ def test_a_picture_of_qwen3_names_its_experts(tmp_path):
     assert "55.18 of 55.60 GiB are not quantized" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ({"max_memory": {"0": "46XB"}}, "46XB"),
-        ({"max_memory": {0: "1GiB"}, "dtype": "float17"}, "dtype: torch has no float17"),
-    ],
-)
-def test_what_the_release_cannot_read_is_one_line(without_weights, arguments, said):
-    with pytest.raises(PlanError, match=said) as raised:
-        bnb_dispatch_fix.plan(without_weights, quantization_config=NF4, **arguments)
+def test_what_the_release_cannot_read_is_one_line(without_weights):
+    with pytest.raises(PlanError, match="46XB") as raised:
+        bnb_dispatch_fix.plan(without_weights, max_memory={0: "46XB"})
     assert "\n" not in str(raised.value)
 
 
@@ -225,7 +212,3 @@ def test_a_class_of_a_script_is_explained(without_weights):
     config = transformers.AutoConfig.from_pretrained(without_weights)
     with pytest.raises(PlanError, match="cannot be imported by another process"):
         bnb_dispatch_fix.plan(Local(config), max_memory={0: GIB})
-
-
-def test_the_folder_is_not_touched(small, without_weights):
-    assert [path.name for path in Path(without_weights).iterdir()] == ["config.json"]

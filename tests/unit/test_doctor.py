@@ -11,7 +11,7 @@ import types
 import pytest
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import bystanders, doctor, surroundings
+from bnb_dispatch_fix import autoload, bystanders, doctor, surroundings
 from bnb_dispatch_fix.cli import main
 from bnb_dispatch_fix.patches import Patch
 from bnb_dispatch_fix.states import PatchStatus, Status
@@ -49,6 +49,8 @@ def answers(monkeypatch):
     monkeypatch.setattr(surroundings, "look", lambda timeout: table)
     monkeypatch.setattr(surroundings, "nvidia_driver", lambda: "version 570.1")
     monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of())
+    monkeypatch.setattr(autoload, "state", lambda folder: "disabled")
+    monkeypatch.setattr(autoload, "starts_with_shim", lambda: False)
     for name in ("BNB_DISPATCH_FIX", "CUDA_VISIBLE_DEVICES", "BNB_CUDA_VERSION"):
         monkeypatch.delenv(name, raising=False)
     return table
@@ -223,6 +225,24 @@ def test_environment_switches(answers, monkeypatch, name, value, level, said):
     monkeypatch.setenv(name, value)
     lines = found(doctor.examine(), "environment")
     assert [line[0] for line in lines if said in line[1]] == [level]
+
+
+@pytest.mark.parametrize(
+    "state, starts, level, said",
+    [
+        ("disabled", False, "PASS", "not enabled"),
+        ("enabled", True, "PASS", "a new Python starts with the shim"),
+        ("enabled", False, "WARN", "starts without the shim"),
+        ("incomplete", True, "WARN", "incomplete start-up files in"),
+        ("foreign", None, "WARN", "foreign start-up files in"),
+    ],
+)
+def test_autoload(answers, monkeypatch, state, starts, level, said):
+    monkeypatch.setattr(autoload, "state", lambda folder: state)
+    monkeypatch.setattr(autoload, "starts_with_shim", lambda: starts)
+    first = found(doctor.examine(), "autoload")[0]
+    assert first[0] == level
+    assert said in first[1]
 
 
 def test_a_check_that_fails_is_a_finding(answers, monkeypatch):
