@@ -78,7 +78,9 @@ def warn_of_disk(load: Load) -> None:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether a quantizer says that a map has modules on the CPU or the disk."""
-    return isinstance(error, ValueError) and _REFUSAL.search(str(error)) is not None
+    text = str(error)
+    unread = "not recognized" in text  # a device of max_memory; the text lists those there are
+    return isinstance(error, ValueError) and not unread and _REFUSAL.search(text) is not None
 
 
 def refused_map(error: BaseException) -> Optional[Dict[str, Device]]:
