@@ -80,9 +80,10 @@ class Matrix(NamedTuple):
 
 def matrix_path() -> Path:
     """The matrix inside the installed package, or at the top of a source checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).absolute().parent
     shipped = package / "compat_matrix.yaml"
-    return shipped if shipped.exists() else package.parent / "compat_matrix.yaml"
+    at_the_top = package.resolve().parent / "compat_matrix.yaml"
+    return at_the_top if at_the_top.exists() and not shipped.exists() else shipped
 
 
 def load_matrix(path: Optional[Path] = None) -> Matrix:
@@ -93,8 +94,7 @@ def load_matrix(path: Optional[Path] = None) -> Matrix:
     """
     path = matrix_path() if path is None else path
     try:
-        with path.open("rb") as stream:
-            raw = stream.read(SIZE_LIMIT + 1)
+        raw = _read(path)
     except OSError as error:
         raise MatrixError(
             f"{path}: cannot be read ({error}); reinstall bnb-dispatch-fix"
@@ -115,6 +115,15 @@ def load_matrix(path: Optional[Path] = None) -> Matrix:
             f"{path}: expected schema {SCHEMA} with fixes, seams and implementations, "
             f"found {type(error).__name__}: {_short(error)}; reinstall bnb-dispatch-fix"
         ) from error
+
+
+def _read(path: Path) -> bytes:
+    """The file, or the part of it that shows it is too large; also out of a zipped package."""
+    archive = getattr(__spec__.loader if __spec__ else None, "archive", None)
+    if archive is not None and str(path).startswith(archive):
+        return bytes(__spec__.loader.get_data(str(path)))  # type: ignore[union-attr]
+    with path.open("rb") as stream:
+        return stream.read(SIZE_LIMIT + 1)
 
 
 def _check_structure(raw: bytes) -> None:

@@ -366,3 +366,11 @@ def test_a_read_only_site_packages(shim):
     assert run_python(SHIM + "print(state()[0][0], plan())", shim)
     after = sorted(path.name for path in shim.rglob("*") if "__pycache__" not in path.parts)
     assert after == before
+
+
+def test_a_zipped_package_reads_its_matrix(shim, tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "zipped"), "zip", str(shim), "bnb_dispatch_fix")
+    shutil.rmtree(str(shim / "bnb_dispatch_fix"))
+    code = f"import sys; sys.path.insert(0, {archive!r})\n{SHIM}"
+    code += "print(plan(), state()[0][0], bnb_dispatch_fix.__file__.startswith(sys.path[0]))"
+    assert run_python(code, shim) == ["{0: 100, 1: 1000} applied True"]
