@@ -166,3 +166,38 @@ def test_the_caller_keeps_the_main_device_and_the_index():
     assert seen["main_device"] == 1
     assert seen["force"] is True
     assert seen["index"]["1.weight"] == index["0.weight"]
+
+
+# --- why it came to that ----------------------------------------------------------------------
+
+WHY = """
+import json, logging, sys, tempfile
+import bnb_dispatch_fix, transformers
+from bnb_dispatch_fix.simulation import build_checkpoint
+lines = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("bnb_dispatch_fix").addHandler(Keep())
+notes = []
+with tempfile.TemporaryDirectory() as folder:
+    build_checkpoint(folder)
+    try:
+        transformers.LlamaForCausalLM.from_pretrained(
+            folder, device_map="auto", max_memory={"cpu": 20}, offload_folder=folder + "/offload"
+        )
+    except Exception as error:
+        notes = getattr(error, "__notes__", [str(error)])
+print(json.dumps({"notes": notes, "lines": lines}))
+"""
+
+
+@pytest.mark.parametrize("switch", ["backport,explain", "explain", "backport"])
+def test_the_budgets_that_led_to_the_disk_are_told(switch):
+    """`max_memory={"cpu": 20}` is twenty bytes; told by a note on the error, or else in the log."""
+    answer = json.loads(run(["-c", WHY], BNB_DISPATCH_FIX=switch).splitlines()[-1])
+    told = [text for texts in answer.values() for text in texts if "20 bytes" in text]
+    assert len(told) == (0 if switch == "backport" else 1)
+    for text in told:
+        assert "max_memory was read as: CPU 20 bytes" in text
+        assert "a bare number counts bytes" in text
