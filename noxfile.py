@@ -180,6 +180,22 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
+def hosts(session: nox.Session, row: Row) -> None:
+    """Programs that start programs: multiprocessing, torchrun, accelerate launch, Jupyter, ..."""
+    install_row(session, row, *TEST_TOOLS, "loky", "ipykernel", "jupyter_client", "pytest-xdist")
+    session.run("pytest", "tests/release/test_hosts.py", junit(session), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
+def startup(session: nox.Session, row: Row) -> None:
+    """What the shim costs a Python that starts, and one that plans; the README's figures."""
+    install_row(session, row)
+    session.run("python", "tests/benchmarks/startup.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
 def demo(session: nox.Session, row: Row) -> None:
     """The error without the shim, the same model loading with it; simulated GPUs, no network."""
     install_row(session, row)
