@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from fractions import Fraction
 from itertools import groupby, product
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
@@ -58,10 +59,11 @@ def rank(
 
 def _kind(units: Sequence[Unit], devices: Sequence[Device], order: Sequence[Device]) -> Kind:
     kinds = {Kind.SCATTERED}
+    tied = Counter(unit.tie for unit in units if unit.tie is not None)
     weightless = {
         position
         for position, unit in enumerate(units)
-        if unit.size == 0 and unit.tie is None and not unit.is_input_embedding
+        if unit.size == 0 and tied[unit.tie] < 2 and not unit.is_input_embedding
     }
     members: Dict[object, List[int]] = {}
     for position, unit in enumerate(units):

@@ -57,14 +57,14 @@ def agrees_with_every_assignment(units, budgets, fill_last, missed):
 def test_best_of_all_assignments(seed, instances, units, devices, ties):
     rng = random.Random(seed)
     outcomes = set()
-    missed = []  # with several tie groups, placements that are not the best
+    missed = []  # the best is not promised with several tie groups, but found in all of these
     for _ in range(instances):
         units_, budgets = random_instance(rng, units, devices, ties)
         fill_last = rng.choice([None, None, next(iter(budgets))])
         result = agrees_with_every_assignment(units_, budgets, fill_last, missed)
         outcomes.add(result.kind if isinstance(result, Placement) else type(result.certificate))
     assert outcomes >= {*Kind, TooManyLarge}
-    assert sum(missed) <= len(missed) / 1000
+    assert not any(missed)
 
 
 @st.composite
@@ -119,13 +119,13 @@ def fits_in_some_order(units, budgets):
 def test_contiguous_if_some_order_of_six_devices_fits():
     rng = random.Random(6)
     outcomes = set()
-    for _ in range(150):
-        sizes = [rng.randint(1, 100) for _ in range(rng.randint(8, 30))]
+    for _ in range(600):
+        sizes = [rng.randint(1, 100) for _ in range(rng.randint(8, 14))]
         weights = [rng.uniform(0.3, 1) for _ in range(6)]
         scale = sum(sizes) * rng.uniform(1.02, 1.3) / sum(weights)
         units = [Unit(str(n), size) for n, size in enumerate(sizes)]
         budgets = {device: int(weight * scale) for device, weight in enumerate(weights)}
-        result = pack(units, budgets, effort=2000)
+        result = pack(units, budgets, effort=100)
         contiguous = isinstance(result, Placement) and result.kind <= Kind.OTHER_ORDER
         assert contiguous is fits_in_some_order(units, budgets)
         outcomes.add(contiguous and result.kind)
@@ -196,6 +196,13 @@ def test_tied_head_goes_with_the_embedding_to_the_first_device():
     # Three runs, and back to the first device for the head.
     assert [device for device, _ in groupby(found.devices.values())] == [0, 1, 2, 0]
     assert (found.changes, found.fill) == (3, Fraction(120, 150))
+
+
+def test_fills_that_differ_by_less_than_the_bisection_sees():
+    # Cut after 41: fills 41/101 and 99/100. Cut after 100: 100/101 and 40/100.
+    found = pack([Unit("a", 41), Unit("b", 59), Unit("c", 40)], {0: 101, 1: 100})
+    assert isinstance(found, Placement)
+    assert (found.changes, found.fill) == (1, Fraction(99, 100))
 
 
 def test_device_filled_last_holds_what_the_others_cannot():
