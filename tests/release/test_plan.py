@@ -18,6 +18,13 @@ import bnb_dispatch_fix
 from bnb_dispatch_fix import simulation
 from bnb_dispatch_fix.planning import PlanError
 
+release_here = Version(transformers.__version__)
+if not (release_here.release[:2] in {(4, 44), (4, 57), (5, 12)} or release_here >= Version("5.24")):
+    pytest.skip(
+        "ten processes of 10 s each: one release of each way to plan, and the newest ones",
+        allow_module_level=True,
+    )
+
 GIB = 2**30
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 HAS_BOTH = Version("5.18.0")
@@ -85,7 +92,7 @@ def test_a_run_is_what_from_pretrained_does(small, in_process, run, environment)
 
 def test_the_three_planners(small):
     release, backport, rescue = small.runs
-    fixed = Version(transformers.__version__) >= HAS_BOTH
+    fixed = release_here >= HAS_BOTH
     assert release.outcome == ("loads" if fixed else "refused" if is_v5() else "offloads")
     assert backport.outcome == rescue.outcome == "loads"
     assert small.fits
@@ -94,7 +101,7 @@ def test_the_three_planners(small):
 
 
 def is_v5():
-    return transformers.__version__.startswith("5.")
+    return release_here.major >= 5
 
 
 def test_a_model_is_planned_as_its_checkpoint_and_this_process_is_left_alone(
@@ -136,7 +143,7 @@ def test_llama_3_8b_on_eight_gpus(llama):
     if is_v5():
         expected = {"1": 1.6, "2": 1.6, "3": 1.0, "4": 1.0}  # transformers 5.24.0 by itself
         assert {str(device): size for device, size in placed[1].items()} == expected
-    if is_v5() and Version(transformers.__version__) < HAS_BOTH:
+    if is_v5() and release_here < HAS_BOTH:
         assert llama["runs"][0]["outcome"] == "refused"
         assert "cpu" in placed[0]
     assert [run["outcome"] for run in llama["runs"][1:]] == ["loads", "loads"]
@@ -149,7 +156,8 @@ def test_a_model_that_does_not_fit_in_sixteen_bits(llama):
     assert code == 1, err
     told = json.loads(out)
     assert told["quantized"] == 0
-    assert told["total"] == llama["total"] + 3 * llama["quantized"]
+    # accelerate counts the rotary frequencies in 16 bits where there is no quantizer.
+    assert told["total"] == pytest.approx(llama["total"] + 3 * llama["quantized"], abs=2**20)
     total = told["total"] / GIB
     assert told["verdict"] == (
         f"needs {total:.2f} GiB, usable 12.00 GiB: short by {total - 12:.2f} GiB"
@@ -176,7 +184,7 @@ def test_a_model_that_this_release_does_not_know(tmp_path):
 
 
 def test_examples_name_the_release_that_knows_them():
-    if Version(transformers.__version__) >= Version("4.51"):
+    if release_here >= Version("4.51"):
         pytest.skip("this release knows every example")
     code, out, err = command("--example", "deepseek-v3", "--max-memory", "8x80GiB")
     assert (code, out) == (2, "")
