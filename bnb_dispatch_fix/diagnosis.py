@@ -42,7 +42,7 @@ def explain(
     that was refused, read from the error's traceback where it is None.
     """
     try:
-        if notes.attached(error):
+        if notes.attached(error) or not is_about_placement(error):
             return
         outcome = outcome or search(request)
         if outcome.device_map is not None and "rescue" in features.on():
@@ -74,6 +74,12 @@ def warn_of_disk(load: Load) -> None:
             offload_disk.warn(load)
     except Exception as fault:
         logger.debug("a model on the disk is left unexplained: %r", fault)
+
+
+def is_about_placement(error: BaseException) -> bool:
+    """Whether a map was refused, or a planner stumbled over valid input (see `PLANNER_ERRORS`)."""
+    stumbled = isinstance(error, (KeyError, IndexError)) or "empty sequence" in str(error)
+    return stumbled or is_refusal(error)
 
 
 def is_refusal(error: BaseException) -> bool:

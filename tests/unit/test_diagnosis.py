@@ -91,6 +91,21 @@ def test_refusals_are_told_by_their_text(text, refusal):
     assert not diagnosis.is_refusal(KeyError(text))
 
 
+@pytest.mark.parametrize(
+    ("error", "about"),
+    [
+        (KeyError(1), True),
+        (IndexError("list index out of range"), True),
+        (ValueError("max() arg is an empty sequence"), True),
+        (ValueError("a device_map that contains a CPU or disk device"), True),
+        (ValueError("this quantization needs compute capability 8.9"), False),
+    ],
+    ids=repr,
+)
+def test_only_errors_about_a_placement_are_explained_by_one(error, about):
+    assert diagnosis.is_about_placement(error) is about
+
+
 def raised(device_map, inner):
     def validate(device_map):
         raise ValueError("no")
