@@ -20,13 +20,13 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
-TEST_TOOLS = ["pytest>=8.3", "hypothesis>=6.113"]
+TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113"]
 #: The release of torch that every row was seen to work with.
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
-ROW_SETTINGS = {"python", "torch", "bounds", "ci", "demo", "expected", "bench"}
+ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "demo", "expected", "bench"}
 
-#: What every cell shows; rows with `ci` run all of tests/release.
+#: What every cell shows; rows with `ci` run all of tests/release, the slow files where `deep`.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
 
 #: The wheel of this run, once it is built.
@@ -90,8 +90,12 @@ def wheel(session: nox.Session) -> str:
     return BUILT[0]
 
 
-def junit(session: nox.Session) -> str:
-    return f"--junitxml={RESULTS / 'junit' / (session.name.replace('/', '-') + '.xml')}"
+def run_pytest(session: nox.Session, *arguments: str) -> None:
+    """On all cores; a file stays on one of them, because its tests share what is slow to make."""
+    junit = RESULTS / "junit" / f"{session.name}.xml"
+    session.run(
+        "pytest", "--numprocesses=auto", "--dist=loadfile", f"--junitxml={junit}", *arguments
+    )
 
 
 def install_row(session: nox.Session, row: Row, *extra: str) -> None:
@@ -122,7 +126,18 @@ def types(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """Unit and property tests: no torch, seconds."""
     session.install("--quiet", *TEST_TOOLS, wheel(session))
-    session.run("pytest", "tests/unit", junit(session), *session.posargs)
+    run_pytest(session, "tests/unit", *session.posargs)
+
+
+def tests(row: Row) -> list[str]:
+    """What pytest runs in a cell."""
+    if "transformers" not in row:
+        return ["tests/unit"]
+    if row.get("deep"):
+        return ["tests/release"]
+    if row.get("ci"):
+        return ["tests/release", "--shallow"]
+    return [f"tests/release/test_{part}.py" for part in CORE]
 
 
 @nox.session
@@ -132,11 +147,8 @@ def matrix(session: nox.Session, row: Row) -> None:
     if not all(part in name(row) for part in session.posargs):
         session.skip(f"its name does not contain {' '.join(session.posargs)}")
     install_row(session, row, *TEST_TOOLS)
-    tests = ["tests/release"] if "transformers" in row else ["tests/unit"]
-    if "transformers" in row and not row.get("ci"):
-        tests = [f"tests/release/test_{part}.py" for part in CORE]
     result = RESULTS / "cells" / f"{name(row)}.json"
-    session.run("pytest", *tests, junit(session), f"--cell-result={result}")
+    run_pytest(session, *tests(row), f"--cell-result={result}")
 
 
 @nox.session(venv_backend="none")
@@ -149,7 +161,7 @@ def report(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("bench")]))
 def bench(session: nox.Session, row: Row) -> None:
-    """How many models that fit are loaded, and what planning costs: JSON and the README's tables."""
+    """How many models that fit are loaded, what planning costs: JSON and the README's tables."""
     install_row(session, row)
     results = RESULTS / "bench"
     session.run("python", "tests/benchmarks/loadability.py", str(results / f"{name(row)}.json"))
@@ -187,8 +199,8 @@ def audit(session: nox.Session) -> None:
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
 def hosts(session: nox.Session, row: Row) -> None:
     """Programs that start programs: multiprocessing, torchrun, accelerate launch, Jupyter, ..."""
-    install_row(session, row, *TEST_TOOLS, "loky", "ipykernel", "jupyter_client", "pytest-xdist")
-    session.run("pytest", "tests/release/test_hosts.py", junit(session), *session.posargs)
+    install_row(session, row, *TEST_TOOLS, "loky", "ipykernel", "jupyter_client")
+    run_pytest(session, "tests/release/test_hosts.py", *session.posargs)
 
 
 @nox.session

@@ -19,27 +19,29 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[CELL] = {"started": time.time(), "passed": 0, "failed": 0, "skipped": 0}
+    config.stash[CELL] = {"started": time.time(), "outcomes": {}, "facts": {}}
 
 
 def pytest_report_teststatus(report, config):
-    if report.when == "call" or (report.when == "setup" and not report.passed):
-        config.stash[CELL][report.outcome] += 1
-
-
-@pytest.fixture(scope="session")
-def record(request):
-    """`record(key, value)`: a fact for the result file."""
-    return request.config.stash[CELL].__setitem__
+    """Outcomes, and what tests said with `record_property`; with xdist only in the controller."""
+    cell = config.stash[CELL]
+    if report.when == "call" or not report.passed:
+        cell["outcomes"][report.nodeid] = report.outcome
+        cell["facts"].update(report.user_properties)
 
 
 def pytest_sessionfinish(session):
     path = session.config.getoption("--cell-result")
-    if path is None:
+    if path is None or hasattr(session.config, "workerinput"):
         return
-    facts = dict(session.config.stash[CELL])
-    facts["seconds"] = round(time.time() - facts.pop("started"), 1)
-    facts["python"] = ".".join(map(str, sys.version_info[:2]))
-    facts["installed"] = {package: installed(package) for package in PACKAGES}
+    cell = session.config.stash[CELL]
+    outcomes = list(cell["outcomes"].values())
+    result = {
+        **cell["facts"],
+        **{outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+        "installed": {package: installed(package) for package in PACKAGES},
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "seconds": round(time.time() - cell["started"], 1),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n", encoding="utf-8")

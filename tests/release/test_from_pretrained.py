@@ -47,16 +47,16 @@ def assert_fault(plan, version):
         assert plan["device_map"]["lm_head"] == "cpu"
 
 
-def test_without_the_shim_the_release_has_its_fault(off, transformers_version, record):
+def test_without_the_shim_the_release_has_its_fault(off, transformers_version, record_property):
     assert_fault(off["plan:auto:4"], transformers_version)
-    record("without", off["plan:auto:4"])
+    record_property("without", off["plan:auto:4"])
 
 
 @pytest.mark.parametrize("step", OFF)
-def test_with_the_shim_every_module_is_on_a_gpu(first, step, record):
+def test_with_the_shim_every_module_is_on_a_gpu(first, step, record_property):
     assert first[step]["error"] is None
     assert first[step]["loads_on_gpus"], first[step]["device_map"]
-    record("with", first["plan:auto:4"])
+    record_property("with", first["plan:auto:4"])
 
 
 def test_the_shim_may_come_last(runs):

@@ -15,15 +15,14 @@ needs_torch = pytest.mark.skipif(WITHOUT_TORCH, reason="the planners cannot be i
 
 
 @pytest.fixture(scope="module")
-def status(record):
-    found = json.loads(run(COMMAND))
-    record("patches", {f"{p['module']}.{p['attribute']}": p["state"] for p in found["patches"]})
-    return found
+def status():
+    return json.loads(run(COMMAND))
 
 
 @needs_torch
-def test_every_seam_is_applied_or_already_fixed(status):
+def test_every_seam_is_applied_or_already_fixed(status, record_property):
     states = {patch["id"]: patch["state"] for patch in status["patches"]}
+    record_property("patches", states)
     assert states
     assert set(states.values()) <= {"applied", "already-fixed"}, states
 
