@@ -219,7 +219,7 @@ def _enable(arguments: argparse.Namespace) -> int:
         print(f"wrote {path}")
     print(f"undo: bnb-dispatch-fix autoload disable{_where(arguments)}")
     print("off for one program: BNB_DISPATCH_FIX=off")
-    return _say_whether_it_works()
+    return _say_whether_it_works(enabled=True)
 
 
 def _disable(arguments: argparse.Namespace) -> int:
@@ -246,20 +246,18 @@ def _status(arguments: argparse.Namespace) -> int:
         folders.append(Path(site.getusersitepackages()))
     for folder in folders:
         print(f"{folder}: {state(folder)}")
-    return _say_whether_it_works()
+    return _say_whether_it_works(any(state(folder) == "enabled" for folder in folders))
 
 
-def _say_whether_it_works() -> int:
+def _say_whether_it_works(enabled: bool) -> int:
     works = starts_with_shim()
     if works is None:
         print("a new Python could not be started to check it")
     elif works:
         print(f"checked: a new {sys.executable} has the shim at its start")
     else:
-        print(
-            f"checked: a new {sys.executable} does not have the shim at its start: it does not "
-            f"look at that folder, or does not find the package"
-        )
+        why = ": it does not look at that folder, or does not find the package" if enabled else ""
+        print(f"checked: a new {sys.executable} does not have the shim at its start{why}")
     return 0 if works else 1
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from bnb_dispatch_fix import autoload
 
 PURELIB = Path(sysconfig.get_paths()["purelib"])
+#: What start-up files may cost, as a factor of the instructions of `python -c pass`.
+AUTOLOAD_LIMIT = 1.05
 PASS = "pass"
 SHIM = "import bnb_dispatch_fix"
 #: The real `from_pretrained` on simulated GPUs, see bnb_dispatch_fix/simulation.py.
@@ -160,7 +162,8 @@ def main() -> None:
     print(f"{arguments.rounds} rounds, {arguments.planning_rounds} where a model is planned\n")
     print("| | bare | with autoload | with `import bnb_dispatch_fix` |")
     print("|---|---|---|---|")
-    print(row("`python -c pass`, instructions", count(PASS), started, count(SHIM), "instructions"))
+    bare = count(PASS)
+    print(row("`python -c pass`, instructions", bare, started, count(SHIM), "instructions"))
     seconds = least(lambda before: cpu_seconds(before or PASS), arguments.rounds)
     print(row("`python -c pass`, CPU time", *seconds, "seconds"))
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("bitsandbytes"):
@@ -176,6 +179,8 @@ def main() -> None:
     shim, modules = importtime(SHIM, "bnb_dispatch_fix")
     json, _ = importtime("import json", "json")
     print(f"\n-X importtime: bnb_dispatch_fix {shim} us in {modules} modules; json {json} us")
+    if bare and started > AUTOLOAD_LIMIT * bare:
+        sys.exit(f"autoload: more than {AUTOLOAD_LIMIT} times the instructions of a bare start")
 
 
 if __name__ == "__main__":
