@@ -60,14 +60,15 @@ def _higher_budgets(request: Request, outcome: Outcome) -> Optional[Recipe]:
     factor = _smallest_factor(units, usable, most)
     if factor is None:
         return None
-    max_memory: Dict[Device, Any] = dict(request.max_memory or outcome.budgets.host)
+    max_memory: Dict[Device, Any] = dict(request.max_memory or {})
     raised = {device: typeable(given[device] * factor) for device in usable}
     max_memory = {**raised, **{d: size for d, size in max_memory.items() if d not in raised}}
     if any(size and bytes_of(raised[device]) > size for device, size in known.items()):
         return None
     if search(request._replace(max_memory=max_memory)).device_map is None:
         return None
-    unsure = "" if all(known.values()) else ", if the devices have that much"
+    sure = request.max_memory is None or all(known.values())
+    unsure = "" if sure else ", if the devices have that much"
     return Recipe(f"higher budgets{unsure}", f"max_memory={_written(max_memory)}")
 
 

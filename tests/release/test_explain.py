@@ -174,7 +174,7 @@ def test_one_gpu_without_max_memory():
     assert "(0.81)" in text
     found, *_ = recipes(text)
     # 8.5 / 0.9 = 9.44, less than the 10 that are free.
-    assert found["max_memory"][0] == "9.5GiB"
+    assert found == {"max_memory": {0: "9.5GiB"}}
     assert_loads(EIGHT_AND_A_HALF, load(EIGHT_AND_A_HALF, free=free, **found), {0: 9.5 * GIB})
 
 
