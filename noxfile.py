@@ -26,7 +26,7 @@ TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "demo", "expected", "bench"}
 
-#: What every cell shows; rows with `ci` run all of tests/release, the slow files where `deep`.
+#: What every cell shows; rows with `deep` run all of tests/release.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
 
 #: The wheel of this run, once it is built.
@@ -135,8 +135,6 @@ def tests(row: Row) -> list[str]:
         return ["tests/unit"]
     if row.get("deep"):
         return ["tests/release"]
-    if row.get("ci"):
-        return ["tests/release", "--shallow"]
     return [f"tests/release/test_{part}.py" for part in CORE]
 
 

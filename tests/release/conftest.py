@@ -9,17 +9,6 @@ import pytest
 from cell import HERE, TRANSFORMERS, run
 from packaging.version import Version
 
-#: Files that start many processes; they run in the cells whose row says `deep: true`.
-DEEP = ("test_plan.py", "test_doctor.py", "test_hosts.py")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--shallow", action="store_true", help=f"leave out {', '.join(DEEP)}")
-
-
-def pytest_ignore_collect(collection_path, config):
-    return True if config.getoption("--shallow") and collection_path.name in DEEP else None
-
 
 def pytest_collection_modifyitems(items):
     """Warnings of old releases are theirs; those of this package are errors."""

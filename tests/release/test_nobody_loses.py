@@ -84,7 +84,7 @@ def test_what_is_within_the_budgets_without_the_shim_is_so_with_it(outcomes):
     assert not lost, f"{len(lost)} of {len(outcomes)}, the first: {lost[0]}"
 
 
-def test_more_models_load_with_the_shim_and_no_accelerator_is_overfilled(outcomes, record):
+def test_more_models_load_with_the_shim_and_no_accelerator_is_overfilled(outcomes, record_property):
     """Were nothing refused without it, the two tests above would show little."""
     loaded = {
         name: sum(
@@ -94,5 +94,5 @@ def test_more_models_load_with_the_shim_and_no_accelerator_is_overfilled(outcome
         )
         for index, name in enumerate(["without", "with"])
     }
-    record("random models", {**loaded, "of": len(outcomes)})
+    record_property("random models", {**loaded, "of": len(outcomes)})
     assert 0 < loaded["without"] < loaded["with"] < len(outcomes)
