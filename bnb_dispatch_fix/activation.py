@@ -141,9 +141,8 @@ class Switchboard:
                 continue
             self._failures.pop(seam.id, None)
             try:
-                version = installed_version(seam.package)
-                if in_range(version, seam.versions):
-                    self._patch(seam, module, version)
+                if in_range(installed_version(seam.package), seam.versions):
+                    self._patch(seam, module)
             except Exception as error:
                 self._failures[seam.id] = _in_one_line(error)
                 _log(
@@ -153,7 +152,7 @@ class Switchboard:
                     self._failures[seam.id],
                 )
 
-    def _patch(self, seam: Seam, module: Any, version: Optional[str]) -> None:
+    def _patch(self, seam: Seam, module: Any) -> None:
         owner, attribute = locate(module, seam.attribute)
         found = found_at(owner, attribute)
         patch = self._patches.get(seam.id)
@@ -161,7 +160,7 @@ class Switchboard:
         if patch is not None and ours and (patch.on_top() or wraps_ours(found, patch)):
             return
         original = original_of(found)
-        verdict = judge(seam, self._load(), original, version)
+        verdict = judge(seam, self._load(), original)
         if verdict.state != "applied":
             if verdict.lacks and patch is None:
                 _log(logging.WARNING, "%s.%s is not patched: %s", *_names(seam), verdict.reason)
@@ -174,7 +173,7 @@ class Switchboard:
                 self._patches[seam.id] = patch = self._patch_over(seam, owner, attribute, original)
                 patch.apply()
         if changed:  # by another thread, while this one judged
-            self._patch(seam, module, version)
+            self._patch(seam, module)
         else:
             self._announce(seam, verdict.reason)
 
@@ -223,14 +222,14 @@ class Switchboard:
 
     def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
         """The state of one seam, judged by what stands under its name now."""
-        version = installed_version(seam.package)
         module = sys.modules.get(seam.module)
         if module is None or is_importing(module):
+            version = installed_version(seam.package)
             missing = missing_by_version(matrix, seam, version)
             return self._not_loaded(seam, version, missing)
         owner, attribute = locate(module, seam.attribute)
         top = found_at(owner, attribute)
-        verdict = judge(seam, matrix, original_of(top), version)
+        verdict = judge(seam, matrix, original_of(top))
         lacks = verdict.lacks
         patch = self._patches.get(seam.id)
         if not _on(seam):

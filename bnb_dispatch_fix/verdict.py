@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional, Tuple
 
-from bnb_dispatch_fix.compat import Matrix, Seam
+from bnb_dispatch_fix.compat import Matrix, Seam, installed_version
 from bnb_dispatch_fix.patches import describe, patcher_of
 from bnb_dispatch_fix.recognition import source_fingerprint
 from bnb_dispatch_fix.replacements import REPLACEMENTS
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> Verdict:
+def judge(seam: Seam, matrix: Matrix, function: Any) -> Verdict:
     """Judge the function that stands behind `seam` now.
 
     A known fingerprint decides by the matrix. Unknown code is run on a toy model: it is
@@ -30,7 +30,8 @@ def judge(seam: Seam, matrix: Matrix, function: Any, version: Optional[str]) -> 
     if function is None:
         return Verdict("skipped", seam.fixes, f"{seam.module} has no {seam.attribute}")
     function = getattr(function, "__func__", function)  # a class method is judged by its function
-    label = f"{seam.package} {version or 'of unknown version'}"
+    home = seam.implementation.partition(".")[0]  # whose code it is, under whatever name
+    label = f"{home} {installed_version(home) or 'of unknown version'}"
     misfit = _misfit(seam, function)
     known = matrix.known(seam.implementation, source_fingerprint(function))
     if known is None:

@@ -72,7 +72,8 @@ def test_the_callers_dict_stays_as_it_is():
 
 @given(
     budgets=st.dictionaries(
-        st.one_of(st.integers(0, 9), st.sampled_from(["cpu", "disk", "mps"])), st.integers(0, 10**12)
+        st.one_of(st.integers(0, 9), st.sampled_from(["cpu", "disk", "mps"])),
+        st.integers(0, 10**12),
     ),
     total=st.integers(0, 10**12),
     block=st.integers(0, 10**11),
@@ -106,7 +107,13 @@ def test_no_split_classes_come_in_any_form(classes, names):
 
 
 def test_a_leaf_module_is_the_sum_of_its_own_tensors():
-    sizes = {"scale": 900, "norm.weight": 3, "norm.bias": 2, "block.weight": 4, "block.fc.weight": 1}
+    sizes = {
+        "scale": 900,
+        "norm.weight": 3,
+        "norm.bias": 2,
+        "block.weight": 4,
+        "block.fc.weight": 1,
+    }
     assert largest_leaf_module(sizes) == 5
 
 
