@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="sizes real modules: needs torch")
 pytest.importorskip("accelerate", reason="the oracle is accelerate's own function")
 
+import accelerate
 import accelerate.utils.modeling as oracle
 import models
 from accelerate.utils import CustomDtype
@@ -23,6 +24,9 @@ import bnb_dispatch_fix
 from bnb_dispatch_fix import activation
 from bnb_dispatch_fix.simulation import simulated_gpus
 
+#: accelerate 0.20 leaves GPU 0 empty under low_zero even where the model then fits nowhere, and
+#: divides by zero where it has no other accelerator; there the shim follows 0.21.
+OLD = accelerate.__version__.startswith("0.20.")
 LABELS = {"LargestBlock", "LargestLeaf"}
 NAMES = [name for name in models.MODELS if not name.endswith("nf4")]
 CLASSES = [[models.BLOCK], (models.BLOCK, "Embedding"), models.BLOCK, None]
@@ -79,7 +83,8 @@ def largest_made_first(name, classes, sizes):
 def requests(name):
     """(classes, sizing, [(max_memory, low_zero), ...]) for every way to ask about a model."""
     total = sum(p.numel() * p.element_size() for p in models.build(name).parameters()) or 2**20
-    asked = [(max_memory, low_zero) for max_memory in budgets(total) for low_zero in (False, True)]
+    strategies = (False,) if OLD else (False, True)
+    asked = [(max_memory, low_zero) for max_memory in budgets(total) for low_zero in strategies]
     return [(classes, sizing, asked) for classes in CLASSES for sizing in SIZINGS]
 
 
@@ -96,10 +101,15 @@ def corrected():
                 sizes = oracle.compute_module_sizes(plain, **sizing)
                 model, labels = largest_made_first(name, classes, sizes)
                 for max_memory, low_zero in asked:
-                    caps = oracle.get_balanced_memory(
-                        model, dict(max_memory), labels, low_zero=low_zero, **sizing
-                    )
-                    answers[name].append(list(caps.items()))
+                    try:
+                        caps = oracle.get_balanced_memory(
+                            model, dict(max_memory), labels, low_zero=low_zero, **sizing
+                        )
+                    except ZeroDivisionError:  # 0.20: no accelerator, or one and low_zero
+                        assert OLD
+                        answers[name].append(None)
+                    else:
+                        answers[name].append(list(caps.items()))
     bnb_dispatch_fix.activate()
     yield answers
     bnb_dispatch_fix.deactivate()
@@ -117,7 +127,7 @@ def test_caps_are_accelerates_own_with_the_corrected_buffer(corrected, seam, nam
             caps = planner.get_balanced_memory(
                 model, dict(max_memory), classes, low_zero=low_zero, **sizing
             )
-            if list(caps.items()) != expected:
+            if expected is not None and list(caps.items()) != expected:
                 different.append((classes, sizing, max_memory, low_zero, caps, expected))
     assert len(cases) == len(corrected[name])
     assert not different, f"{len(different)} of {len(cases)}, the first: {different[0]}"
