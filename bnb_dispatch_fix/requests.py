@@ -31,7 +31,8 @@ class Request(NamedTuple):
     `quantizer` is transformers' `HfQuantizer`, accelerate's `BnbQuantizationConfig`, or None.
     `adjust` takes off each budget (bytes) what the quantizer keeps; `sizer` tells the bytes per
     element once loaded; `lone_share` is used of a lone accelerator's free memory; `adds_unused`
-    says that the planner adds what torch has reserved and does not use.
+    says that the planner adds what torch has reserved and does not use; `no_placement` are the
+    names of parameters that it leaves without a place where the model does not fit with them.
     """
 
     model: Any
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     sizer: Sizer
     lone_share: float = SINGLE_DEVICE_SHARE
     adds_unused: bool = False
+    no_placement: FrozenSet[str] = frozenset()
 
     @property
     def is_bitsandbytes(self) -> bool:
@@ -118,7 +120,16 @@ def from_transformers(
         sizer=sizer_for(model, quantizer, given.get("dtype", given.get("torch_dtype"))),
         lone_share=lone_share(strategy),
         adds_unused=adds_unused(_release("transformers")),
+        no_placement=_no_placement(installed, model),
     )
+
+
+def _no_placement(installed: Callable[..., Any], model: Any) -> FrozenSet[str]:
+    """The model's `_no_placement_params`, where the release knows of these (5.16 and newer)."""
+    planner = installed.__globals__.get("infer_auto_device_map")
+    if planner is None or "no_placement_params" not in inspect.signature(planner).parameters:
+        return frozenset()
+    return frozenset(getattr(model, "_no_placement_params", None) or ())
 
 
 def from_accelerate_bnb(

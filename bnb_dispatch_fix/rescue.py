@@ -48,10 +48,7 @@ def search(request: Request) -> Outcome:
     usable = budgets.accelerators
     low_zero = request.strategy == "balanced_low_0" and len(usable) > 1
     fill_last = device_order(usable)[0] if low_zero else None
-    # Since transformers 5.16 a model may name parameters that can stay out of every budget; that
-    # is done only where the model does not fit with them.
-    removable = getattr(request.model, "_no_placement_params", None) or ()
-    for left_out in ((), removable) if removable else ((),):
+    for left_out in [(), request.no_placement] if request.no_placement else [()]:
         units = request.units(left_out)
         result = pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):

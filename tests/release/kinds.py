@@ -182,7 +182,7 @@ KINDS = {
     ),
     # Parameters that need no place (transformers 5.16 and newer).
     "a no-placement table": Kind(
-        lambda: named(one=table_block(), two=table_block()),
+        lambda: named(embed=Plain(0.5), one=table_block(), two=table_block()),
         {0: 3, 1: 3},
         no_placement=("parts.0.weight",),
     ),
