@@ -18,9 +18,11 @@ MODULE = (
     else "transformers.integrations.accelerate"
 )
 SHIM = "import bnb_dispatch_fix as shim"
-TARGETS = (
-    f"import accelerate.big_modeling, accelerate.utils.bnb, transformers.modeling_utils, {MODULE}"
-)
+#: accelerate.utils.bnb came with 0.21; modules are named once.
+ACCELERATE = ["accelerate.big_modeling", "accelerate.utils.bnb"]
+if (installed("accelerate") or "").startswith("0.20."):
+    ACCELERATE.pop()
+TARGETS = "import " + ", ".join(dict.fromkeys([*ACCELERATE, "transformers.modeling_utils", MODULE]))
 LOOK = "answer({patch.id: [patch.state, patch.fixes] for patch in shim.status().patches})"
 #: Defines what the scripts share; imports nothing that is under test.
 HEAD = """

@@ -25,7 +25,7 @@ from bnb_dispatch_fix import activation
 from bnb_dispatch_fix.simulation import simulated_gpus
 
 #: accelerate 0.20 leaves GPU 0 empty under low_zero even where the model then fits nowhere, and
-#: divides by zero where it has no other accelerator; there the shim follows 0.21.
+#: divides by zero where there is no other accelerator; there the shim does what 0.21 does.
 OLD = accelerate.__version__.startswith("0.20.")
 LABELS = {"LargestBlock", "LargestLeaf"}
 NAMES = [name for name in models.MODELS if not name.endswith("nf4")]
@@ -105,8 +105,11 @@ def corrected():
                         caps = oracle.get_balanced_memory(
                             model, dict(max_memory), labels, low_zero=low_zero, **sizing
                         )
-                    except ZeroDivisionError:  # 0.20: no accelerator, or one and low_zero
-                        assert OLD
+                    except (
+                        ZeroDivisionError,
+                        ValueError,
+                    ):  # until 0.21, where there is no accelerator
+                        assert accelerate.__version__ < "0.22" and set(max_memory) == {"cpu"}
                         answers[name].append(None)
                     else:
                         answers[name].append(list(caps.items()))
