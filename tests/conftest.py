@@ -25,7 +25,7 @@ def pytest_configure(config):
 def pytest_report_teststatus(report, config):
     """Outcomes, and what tests said with `record_property`; with xdist only in the controller."""
     cell = config.stash[CELL]
-    if report.when == "call" or not report.passed:
+    if report.when == "call" or (report.when == "setup" and not report.passed):
         cell["outcomes"][report.nodeid] = report.outcome
         cell["facts"].update(report.user_properties)
 
