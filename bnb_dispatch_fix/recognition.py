@@ -10,10 +10,13 @@ import ast
 import hashlib
 import linecache
 import re
-from types import FunctionType
+from types import CodeType, FunctionType
 
 FINGERPRINT_LENGTH = 16
 _MAX_WRAPPERS = 32
+#: By the id of a code object, which is kept so that the id stays its own. Many names lead to one
+#: function, and reading a large module again for each of them would take most of the activation.
+_of_code: dict[int, tuple[CodeType, str | None]] = {}
 _OPENING = re.compile(r"\s*(@|def\b|async\b)")
 
 
@@ -31,8 +34,11 @@ def source_fingerprint(function: object, *, through_wrappers: bool = False) -> s
         if type(inner) is not FunctionType or hasattr(inner, "__wrapped__"):
             return None
         code = inner.__code__
-        lines = _read_lines(code.co_filename, inner.__globals__)
-        return _fingerprint_at(lines, code.co_firstlineno - 1, code.co_name)
+        if id(code) not in _of_code:
+            lines = _read_lines(code.co_filename, inner.__globals__)
+            found = _fingerprint_at(lines, code.co_firstlineno - 1, code.co_name)
+            _of_code[id(code)] = (code, found)
+        return _of_code[id(code)][1]
     except Exception:
         return None
 
