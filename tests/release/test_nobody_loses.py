@@ -15,7 +15,7 @@ from shapes import HAS_PLANNER, SHARE, STRATEGIES, Shape
 import bnb_dispatch_fix
 
 #: Models; each is planned with every strategy. `from_pretrained` takes ten times as long.
-COUNT = 300 if HAS_PLANNER else 40
+COUNT = 150 if HAS_PLANNER else 40
 
 
 def random_shape(draw):
