@@ -44,7 +44,7 @@ def _status(arguments: argparse.Namespace) -> int:
     from bnb_dispatch_fix import activation
 
     activation.import_targets()
-    found = activation.status()
+    found = bnb_dispatch_fix.status()
     if arguments.json:
         import json
 
