@@ -16,6 +16,7 @@ import bnb_dispatch_fix
 
 #: At full size one that is small; the others would need 16 and 54 GB of memory.
 LOADED = ["Llama-3-8B / 8", "Gemma-2-27B / 8", "Qwen2.5-0.5B"]
+IS_4 = transformers.__version__.startswith("4.")
 LOADS_ON_CPU = Version(bitsandbytes.__version__) >= Version("0.49")
 
 
@@ -46,8 +47,11 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("strategy", ["auto", "balanced_low_0", "sequential"])
 @pytest.mark.parametrize("name", LOADED)
 def test_planned_bytes_are_loaded_bytes_on_each_device(models, name, strategy):
+    if name == "Qwen2.5-0.5B" and not IS_4:
+        pytest.skip("loading it takes a minute: only 4.x, which counts wrong, does so")
     folder, tensors = models(name)
-    budget = int(sum(tensors.values()) / 3 * 1.25 / SHARE)
+    largest = max(sum(tensors.values()) / 3, tensors["model.embed_tokens.weight"])
+    budget = int(largest * 1.25 / SHARE)
     outcome, planned = true_sizes.plan(
         folder, {**dict.fromkeys(range(3), budget), "cpu": true_sizes.GIB}, strategy
     )
@@ -65,7 +69,7 @@ def test_budgets_that_only_true_sizes_respect(models):
     max_memory = {**dict.fromkeys(range(8), budget), "cpu": true_sizes.GIB}
     bnb_dispatch_fix.deactivate()
     without, _ = true_sizes.plan(folder, max_memory)
-    if transformers.__version__.startswith("4."):
+    if IS_4:
         loads = true_sizes.on_devices(tensors, without.device_map)
         assert any(size > budget * SHARE for size in loads.values()), loads
     else:  # sizes are true there; what the planner makes of them is refused, or fits

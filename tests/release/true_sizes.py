@@ -24,12 +24,12 @@ from bnb_dispatch_fix.simulation import outcome_of
 
 GIB = 2**30
 
-#: Configurations of public models, and the part of each dimension that is used.
+#: Configurations of public models; those "/ 8" have an eighth of each width, and fewer layers.
 SHAPES = {
     "Llama-3-8B": ("Llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
     "Llama-3-8B, two layers": ("Llama", 128256, 4096, 14336, 2, 32, 8, 128, False),
-    "Llama-3-8B / 8": ("Llama", 16032, 512, 1792, 32, 4, 1, 128, False),
-    "Gemma-2-27B / 8": ("Gemma2", 32000, 576, 4608, 46, 4, 2, 128, True),
+    "Llama-3-8B / 8": ("Llama", 16032, 512, 1792, 12, 4, 1, 128, False),
+    "Gemma-2-27B / 8": ("Gemma2", 32000, 576, 4608, 8, 4, 2, 128, True),
     "Qwen2.5-0.5B": ("Qwen2", 151936, 896, 4864, 24, 14, 2, 64, True),
 }
 
