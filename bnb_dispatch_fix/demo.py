@@ -87,9 +87,9 @@ def _child() -> None:
         "error": outcome.error and f"{type(outcome.error).__name__}: {outcome.error}",
         "loads_on_gpus": outcome.loads_on_gpus,
         "applied": [
-            (f"{patch.module}.{patch.attribute}", list(patch.fixes))
+            (f"{patch.module.partition('.')[0]}'s {patch.attribute}", list(patch.fixes))
             for patch in bnb_dispatch_fix.status().patches
-            if patch.state == "applied"
+            if patch.state == "applied" and patch.fixes
         ],
     }
     print(_MARK + json.dumps(answer))
@@ -97,9 +97,10 @@ def _child() -> None:
 
 def _report(answer: Mapping[str, Any]) -> List[str]:
     lines = [
-        f"  patched {name} ({', '.join(f'#{fix}' for fix in fixes)})"
+        f"  repaired {name} ({', '.join(f'#{fix}' for fix in fixes)})"
         for name, fixes in answer["applied"]
     ]
+    lines = list(dict.fromkeys(lines))  # one function may be called under several names
     placed = modules_by_device(answer["device_map"] or {})
     lines += [f"  {device:8} {modules}" for device, modules in _device_rows(placed)]
     if answer["error"]:
