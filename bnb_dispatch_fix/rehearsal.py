@@ -12,10 +12,9 @@ import json
 import struct
 import sys
 import tempfile
-from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from bnb_dispatch_fix import layout, simulation
 from bnb_dispatch_fix.layout import Attempt, one_line
@@ -117,7 +116,7 @@ def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Atte
         raise _Called(args, kwargs)
 
     activation.deactivate()
-    with _replaced(modeling, "_get_device_map", stop):
+    with simulation.replaced(modeling, "_get_device_map", stop):
         try:
             load()
         except _Called as called:
@@ -144,7 +143,7 @@ def _ask_from_pretrained(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[s
     attempts = {}
     for name, features in RUNS.items():
         activation.activate(features, False)
-        with _replaced(
+        with simulation.replaced(
             modeling, "infer_auto_device_map", _spy(modeling.infer_auto_device_map, seen)
         ):
             attempts[name] = _attempt(load)
@@ -173,10 +172,10 @@ def _spy(planner: Any, seen: List[Any]) -> Callable[..., Any]:
 def _attempt(ask: Callable[[], Any]) -> Attempt:
     try:
         return Attempt(ask(), None)
-    except simulation._Planned as planned:
+    except simulation.Planned as planned:
         return Attempt(planned.device_map, None)
     except Exception as error:
-        return Attempt(simulation._refused_map(error), error)
+        return Attempt(simulation.refused_map(error), error)
 
 
 def _copied(
@@ -188,16 +187,6 @@ def _copied(
         return dict(value) if type(value) is dict else value
 
     return tuple(map(fresh, args)), {name: fresh(value) for name, value in kwargs.items()}
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 # --- the model --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Outcome:
         return any(str(device) in ("cpu", "disk") for device in (self.device_map or {}).values())
 
 
-class _Planned(BaseException):
+class Planned(BaseException):
     """Carries the device map out of `from_pretrained`; no `except Exception` may hold it up."""
 
     def __init__(self, device_map: Dict[str, Device]) -> None:
@@ -117,10 +117,10 @@ def outcome_of(
     with simulated_gpus(free):
         try:
             from_pretrained()
-        except _Planned as planned:
+        except Planned as planned:
             return Outcome(planned.device_map, None)
         except Exception as error:
-            return Outcome(_refused_map(error), error)
+            return Outcome(refused_map(error), error)
     raise AssertionError("from_pretrained returned, although its loading step was replaced")
 
 
@@ -139,23 +139,23 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
 
     with ExitStack() as stack:
         accelerates_torch = _Torch(torch, blank_tensors=free is not None)
-        stack.enter_context(_replaced(accelerate.utils.modeling, "torch", accelerates_torch))
+        stack.enter_context(replaced(accelerate.utils.modeling, "torch", accelerates_torch))
         if transformers.__version__.startswith("4."):
             # 4.x refuses bitsandbytes where torch sees no CUDA; 5.x asks bitsandbytes itself.
-            stack.enter_context(_replaced(torch.cuda, "is_available", lambda: True))
+            stack.enter_context(replaced(torch.cuda, "is_available", lambda: True))
             _import_bitsandbytes_into_transformers()
         from transformers.modeling_utils import PreTrainedModel
 
         stop: Any = classmethod(_stop_before_loading)
-        stack.enter_context(_replaced(PreTrainedModel, "_load_pretrained_model", stop))
+        stack.enter_context(replaced(PreTrainedModel, "_load_pretrained_model", stop))
         if free is None:
-            stack.enter_context(_replaced(torch.cuda, "device_count", lambda: 16))
+            stack.enter_context(replaced(torch.cuda, "device_count", lambda: 16))
         else:
             _report_free_memory(stack, free)
         yield
 
 
-def _refused_map(error: Exception) -> Optional[Dict[str, Device]]:
+def refused_map(error: Exception) -> Optional[Dict[str, Device]]:
     """The device map in the frames an error came through: no release attaches it."""
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -180,8 +180,8 @@ def _stop_before_loading(cls: type, *args: Any, **kwargs: Any) -> None:
     """
     if "device_map" not in kwargs:
         load_config = next(arg for arg in (*args, *kwargs.values()) if hasattr(arg, "device_map"))
-        raise _Planned(load_config.device_map)
-    raise _Planned(kwargs["device_map"])
+        raise Planned(load_config.device_map)
+    raise Planned(kwargs["device_map"])
 
 
 class _Torch(types.ModuleType):
@@ -232,11 +232,12 @@ def _report_free_memory(stack: ExitStack, free: Mapping[Device, int]) -> None:
         (psutil, "virtual_memory", lambda: memory),
     ]
     for owner, name, stand_in in stand_ins:
-        stack.enter_context(_replaced(owner, name, stand_in))
+        stack.enter_context(replaced(owner, name, stand_in))
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value under a name of a module or class; the one before it comes back after."""
     before = vars(owner)[name]
     setattr(owner, name, value)
     try:
