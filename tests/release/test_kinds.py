@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="plans real modules: needs torch")
 pytest.importorskip("bitsandbytes", reason="what refuses a device map is its quantizer")
+pytest.importorskip("accelerate.utils.bnb", reason="accelerate 0.21 and newer")
 
 import accelerate.utils.bnb
 import kinds

@@ -26,6 +26,11 @@ LISTED = [
     for case in CASES
     for strategy in case["strategies"]
 ]
+#: 4.30 counts embedding and head as 4-bit, later 4.x only the embedding.
+COUNTS_THE_HEAD = Version("4.31.0") <= shapes.TRANSFORMERS
+needs_refusal = pytest.mark.skipif(
+    not COUNTS_THE_HEAD, reason="4.30 counts too little to refuse this"
+)
 REFUSAL = "Some modules are dispatched on the CPU or the disk"
 
 
@@ -53,8 +58,12 @@ def test_a_case_loads_if_and_only_if_it_fits(case, strategy):
     if case["fits_on_accelerators"]:
         shapes.assert_placed(shape, outcome, max_memory)
         check_device_map(shapes.build(shape), dict(outcome.device_map))
-    else:
+        return
+    uncounted = 0 if COUNTS_THE_HEAD else 3 * (shape.embed + shape.head) // 4
+    if sum(shape.sizes.values()) - uncounted > sum(shapes.usable(max_memory).values()):
         assert REFUSAL in " ".join(str(outcome.error).split())
+    else:  # what the release would have done stands: it thinks that the model fits
+        assert outcome.loads_on_gpus
 
 
 # Embedding 10, sixteen blocks of 5 and head 10, in bytes × 1000: 100 in all.
@@ -83,6 +92,7 @@ def on_cpu(outcome):
     return outcome.offloaded or REFUSAL in " ".join(str(outcome.error).split())
 
 
+@needs_refusal
 def test_what_the_installed_planner_refuses_is_placed():
     without, found = both(lambda: shapes.plan(HUNDRED, "sequential", TIGHT))
     assert on_cpu(without)
@@ -138,6 +148,7 @@ def test_offloading_that_the_caller_allowed_is_not_touched(strategy, caplog):
     assert not warnings_of(caplog)
 
 
+@needs_refusal
 def test_rescue_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("BNB_DISPATCH_FIX", "backport,explain")
     bnb_dispatch_fix.activate()
@@ -147,6 +158,7 @@ def test_rescue_can_be_switched_off(monkeypatch):
     shapes.assert_placed(HUNDRED, shapes.plan(HUNDRED, "sequential", TIGHT), TIGHT)
 
 
+@needs_refusal
 def test_one_warning_line_says_why_where_and_how_to_switch_it_off(caplog):
     found = shapes.plan(HUNDRED, "sequential", TIGHT)
     (line,) = warnings_of(caplog)
