@@ -1,4 +1,7 @@
-"""transformers 5.x with the shim gives the caps of transformers 5.24.0, byte for byte."""
+"""transformers 5.x with the shim gives the caps of transformers 5.24.0, byte for byte.
+
+From 5.18.0 on the release's own function stays: there the same is asked where it does not raise.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,15 @@ if transformers.__version__.startswith("4."):
     pytest.skip("4.x plans with accelerate's function", allow_module_level=True)
 
 import models
+from cell import TRANSFORMERS
+from packaging.version import Version
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix.simulation import simulated_gpus
 
 DATA = Path(__file__).parent.parent / "data" / "caps_5.24.0.json"
 CASES = json.loads(DATA.read_text("utf-8"))["cases"]
+BACKPORTED = Version("5.18.0") > TRANSFORMERS
 FORMS = {
     "list": list,
     "tuple": tuple,
@@ -65,7 +71,9 @@ def test_caps_are_those_of_5_24_0(planner, name):
     model = models.build(name)
     quantizer = models.quantizer() if name.endswith("nf4") else None
     cases = [case for case in CASES if case["model"] == name and "caps" in case]
-    assert len(cases) > 100
+    if not BACKPORTED:
+        cases = [case for case in cases if "raises" not in case]
+    assert len(cases) > 30
     different = []
     for case in cases:
         caps, budgets = planned(planner, case, model, quantizer)
@@ -74,6 +82,7 @@ def test_caps_are_those_of_5_24_0(planner, name):
     assert not different, f"{len(different)} of {len(cases)}, the first: {different[0]}"
 
 
+@pytest.mark.skipif(not BACKPORTED, reason="the release's own function raises here, too")
 @pytest.mark.parametrize("name", models.MODELS)
 def test_where_5_24_0_raises_caps_stay_within_budgets(planner, name):
     model = models.build(name)
