@@ -94,6 +94,15 @@ def build(name):
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), pre_quantized=False
     )
     config = AutoConfig.for_model(**CONFIGS[name])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)  # as while loading: new layers get their bias in it
+    try:
+        return converted(config, quantizer), quantizer
+    finally:
+        torch.set_default_dtype(before)
+
+
+def converted(config, quantizer):
     with torch.device("meta"):
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
@@ -109,7 +118,7 @@ def build(name):
     )
     if GENERATION < 5:
         model.tie_weights()
-    return model, quantizer
+    return model
 
 
 def parts(model):

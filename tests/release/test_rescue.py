@@ -17,6 +17,7 @@ from packaging.version import Version
 from shapes import SHARE, STRATEGIES, Shape
 
 import bnb_dispatch_fix
+from bnb_dispatch_fix import rescue
 
 CASES = json.loads(
     (Path(__file__).parent.parent / "data" / "placement_cases.json").read_text("utf-8")
@@ -167,6 +168,30 @@ def test_one_warning_line_says_why_where_and_how_to_switch_it_off(caplog):
     assert "BNB_DISPATCH_FIX=backport,explain" in line
     for device in HUNDRED.loads(found.device_map):
         assert f"{device}: 0.00 of 0.00 GiB" in line
+
+
+#: The embedding fits on GPU 0 only, where planners keep room for the head: all goes to the CPU,
+#: which newer releases accept. 4.x counts a quarter of the embedding and goes on.
+LARGE_ENDS = Shape(40_000, (1_000, 1_000), 30_000)
+LARGE_THEN_SMALL = budget(45_000, 35_000)
+counts_true_sizes = pytest.mark.skipif(
+    shapes.TRANSFORMERS.major < 5, reason="4.x counts a quarter of the embedding"
+)
+
+
+@counts_true_sizes
+def test_a_map_that_is_all_cpu_is_mended_where_there_are_accelerators():
+    without, found = both(lambda: shapes.plan(LARGE_ENDS, "sequential", LARGE_THEN_SMALL))
+    assert set(without.device_map.values()) == {"cpu"}
+    shapes.assert_placed(LARGE_ENDS, found, LARGE_THEN_SMALL)
+
+
+@counts_true_sizes
+def test_a_map_that_is_all_cpu_is_right_where_there_are_none(monkeypatch):
+    monkeypatch.setattr(rescue, "accelerators_seen", lambda: 0)
+    without, found = both(lambda: shapes.plan(LARGE_ENDS, "sequential", LARGE_THEN_SMALL))
+    assert set(without.device_map.values()) == {"cpu"}
+    assert found == without
 
 
 # Valid arguments on which planners raise: gaps in the ids, ids not from 0, a class without an
