@@ -24,10 +24,13 @@ TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113"]
 #: The release of torch that every row was seen to work with.
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
-ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "demo", "expected", "bench"}
+ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "quantizers"}
+ROW_SETTINGS |= {"demo", "expected", "bench"}
 
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
+#: Rows with `quantizers` have others beside bitsandbytes installed.
+QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
 #: The wheel of this run, once it is built.
 BUILT: list[str] = []
@@ -137,7 +140,8 @@ def tests(row: Row) -> list[str]:
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
     if row.get("deep"):
         return [*warnings, "tests/release"]
-    return [*warnings, *(f"tests/release/test_{part}.py" for part in CORE)]
+    parts = QUANTIZERS if row.get("quantizers") else CORE
+    return [*warnings, *(f"tests/release/test_{part}.py" for part in parts)]
 
 
 @nox.session

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import sys
 from typing import Optional, Sequence
 
 import bnb_dispatch_fix
@@ -13,7 +16,13 @@ from bnb_dispatch_fix.states import Status
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = _parser().parse_args(argv)
-    code: int = arguments.run(arguments)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        # Python flushes once more when it ends, and must not fail at that either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 
@@ -43,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 def _status(arguments: argparse.Namespace) -> int:
     from bnb_dispatch_fix import activation
 
-    activation.import_targets()
+    with contextlib.redirect_stdout(sys.stderr):  # old bitsandbytes print while imported
+        activation.import_targets()
     found = bnb_dispatch_fix.status()
     if arguments.json:
         import json

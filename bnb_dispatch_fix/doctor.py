@@ -6,6 +6,7 @@ It is for broken surroundings, so no check may end it: what a check raises is a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -367,7 +368,8 @@ def add_arguments(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the checkup; 1 where it has an ERROR, else 0."""
-    checkup = examine(arguments.timeout)
+    with contextlib.redirect_stdout(sys.stderr):  # old bitsandbytes print while imported
+        checkup = examine(arguments.timeout)
     if arguments.json:
         print(json.dumps(checkup.as_dict(), indent=2))
     else:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 BEGIN = "<!-- matrix -->\n"
 END = "<!-- end -->\n"
-HEAD = ("transformers", "accelerate", "bitsandbytes", "Python", "without the shim", "with it")
+PACKAGES = ("transformers", "accelerate", "bitsandbytes")
+HEAD = (*PACKAGES, "Python", "backported", "without the shim", "with it")
 
 
 def outcome(plan):
@@ -29,8 +30,9 @@ def outcome(plan):
 
 def line(result):
     found = result["installed"]
-    cells = [found[package] or "–" for package in HEAD[:3]]
-    cells += [result["python"], outcome(result.get("without")), outcome(result.get("with"))]
+    cells = [found[package] or "–" for package in PACKAGES]
+    fixes = ", ".join(f"#{pr}" for pr in result.get("fixes", ())) or "–"
+    cells += [result["python"], fixes, outcome(result.get("without")), outcome(result.get("with"))]
     return f"| {' | '.join(cells)} |"
 
 
@@ -38,6 +40,12 @@ def table(results):
     """Markdown, in the order given; rows that would read the same stand once."""
     lines = dict.fromkeys(line(result) for result in results)
     return "\n".join([f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *lines]) + "\n"
+
+
+def lines_of(text):
+    """The cells of the README's table, a tuple per line."""
+    found = text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in found]
 
 
 def replaced(text, new):

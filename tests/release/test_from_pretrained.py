@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import readme
+import report
+from cell import installed
 from packaging.version import Version
 
 pytest.importorskip("torch", reason="plans real checkpoints: needs torch")
@@ -91,3 +96,18 @@ def test_status_names_what_was_missing(runs, missing_fixes):
     for patch in patched:
         assert patch["state"] == ("applied" if missing_fixes else "already-fixed")
         assert patch["fixes"] == missing_fixes
+
+
+def test_the_readme_says_so(off, first, missing_fixes):
+    result = {
+        "installed": {package: installed(package) for package in report.PACKAGES},
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "fixes": missing_fixes,
+        "without": off["plan:auto:4"],
+        "with": first["plan:auto:4"],
+    }
+    lines = report.table([result]).splitlines()[2:]
+    combination = lines[0].split("|")[:5]
+    table = readme.README.read_text("utf-8").splitlines()
+    said = [line for line in table if line.split("|")[:5] == combination]
+    assert said in ([], lines)  # a combination of your own is in no table

@@ -23,7 +23,7 @@ ACCELERATE = ["accelerate.big_modeling", "accelerate.utils.bnb"]
 if (installed("accelerate") or "").startswith("0.20."):
     ACCELERATE.pop()
 TARGETS = "import " + ", ".join(dict.fromkeys([*ACCELERATE, "transformers.modeling_utils", MODULE]))
-LOOK = "answer({patch.id: [patch.state, patch.fixes] for patch in shim.status().patches})"
+LOOK = "answer(eval(STATES))"
 #: Defines what the scripts share; imports nothing that is under test.
 HEAD = """
 import importlib, json, logging, sys, threading, warnings
@@ -31,6 +31,7 @@ warnings.simplefilter("ignore")
 logging.disable()
 answers = []
 answer = answers.append
+STATES = "{patch.id: [patch.state, patch.fixes] for patch in shim.status().patches}"
 
 def stored():
     from bnb_dispatch_fix.patches import found_at, locate
@@ -38,6 +39,13 @@ def stored():
         patch.id: found_at(*locate(sys.modules[patch.module], patch.attribute))
         for patch in shim.status().patches if patch.module in sys.modules
     }
+
+def in_child(method, *lines):
+    import multiprocessing
+    code = chr(10).join([*lines, "import sys; sys.found = " + STATES])
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        pool.apply(exec, (code, {}))  # no function of this script exists in a spawned child
+        return pool.apply(eval, ("__import__('sys').found",))
 """
 
 SCRIPTS = {
@@ -93,6 +101,9 @@ SCRIPTS = {
         "import transformers.models.gpt2.modeling_gpt2",
         LOOK,
     ],
+    "in a spawned child": [f"answer(in_child('spawn', {SHIM!r}, {TARGETS!r}))"],
+    "shim, in a forked child": [SHIM, f"answer(in_child('fork', {SHIM!r}, {TARGETS!r}))"],
+    "shim, targets, in a forked child": [SHIM, TARGETS, f"answer(in_child('fork', {SHIM!r}))"],
     "while another thread has half of it": [
         f"other = threading.Thread(target=exec, args=({TARGETS!r}, globals())); other.start()",
         f"while {MODULE!r} not in sys.modules: pass",

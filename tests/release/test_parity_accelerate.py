@@ -27,6 +27,8 @@ from bnb_dispatch_fix.simulation import simulated_gpus
 #: accelerate 0.20 leaves GPU 0 empty under low_zero even where the model then fits nowhere, and
 #: divides by zero where there is no other accelerator; there the shim does what 0.21 does.
 OLD = accelerate.__version__.startswith("0.20.")
+#: Asked everything; the other seams hold the same function, and are asked every ninth case.
+MAIN_SEAMS = {"transformers.modeling_utils", "accelerate.utils.modeling"}
 LABELS = {"LargestBlock", "LargestLeaf"}
 NAMES = [name for name in models.MODELS if not name.endswith("nf4")]
 CLASSES = [[models.BLOCK], (models.BLOCK, "Embedding"), models.BLOCK, None]
@@ -105,10 +107,7 @@ def corrected():
                         caps = oracle.get_balanced_memory(
                             model, dict(max_memory), labels, low_zero=low_zero, **sizing
                         )
-                    except (
-                        ZeroDivisionError,
-                        ValueError,
-                    ):  # until 0.21, where there is no accelerator
+                    except (ZeroDivisionError, ValueError):  # until 0.21, without accelerators
                         assert accelerate.__version__ < "0.22" and set(max_memory) == {"cpu"}
                         answers[name].append(None)
                     else:
@@ -124,13 +123,14 @@ def test_caps_are_accelerates_own_with_the_corrected_buffer(corrected, seam, nam
     planner = importlib.import_module(seam)
     model = models.build(name)
     cases = [(c, sizing, *case) for c, sizing, asked in requests(name) for case in asked]
+    assert len(cases) == len(corrected[name])
+    pairs = list(zip(cases, corrected[name]))[:: 1 if seam in MAIN_SEAMS else 9]
     different = []
     with simulated_gpus():
-        for (classes, sizing, max_memory, low_zero), expected in zip(cases, corrected[name]):
+        for (classes, sizing, max_memory, low_zero), expected in pairs:
             caps = planner.get_balanced_memory(
                 model, dict(max_memory), classes, low_zero=low_zero, **sizing
             )
             if expected is not None and list(caps.items()) != expected:
                 different.append((classes, sizing, max_memory, low_zero, caps, expected))
-    assert len(cases) == len(corrected[name])
-    assert not different, f"{len(different)} of {len(cases)}, the first: {different[0]}"
+    assert not different, f"{len(different)} of {len(pairs)}, the first: {different[0]}"

@@ -1,16 +1,10 @@
 """The commands in the README print what it says, in the cell whose versions it shows."""
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-from cell import installed
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "matrix"))
-
 import readme
+from cell import installed
 
 COMMANDS = {
     label.partition(" ")[2]: body

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
-from packaging.version import Version
-
-sys.path.append(str(Path(__file__).parents[1] / "matrix"))
-
 import refresh
 import wheels
+import yaml
+from packaging.version import Version
 
 OLD = "def get_balanced_memory():\n    return 'old'\n"
 HALF = "def get_balanced_memory():\n    return 'half'\n"
