@@ -17,7 +17,7 @@ from bnb_dispatch_fix.placement.budgets import (
     usable_budgets,
 )
 from bnb_dispatch_fix.placement.packing import Device
-from bnb_dispatch_fix.placement.sizers import Sizer, sizer_for
+from bnb_dispatch_fix.placement.sizers import Sizer, planners_count_is_true, sizer_for
 from bnb_dispatch_fix.placement.units import Units, measure
 
 #: The values of `device_map` that ask for a plan.
@@ -32,7 +32,8 @@ class Request(NamedTuple):
     `adjust` takes off each budget (bytes) what the quantizer keeps; `sizer` tells the bytes per
     element once loaded; `lone_share` is used of a lone accelerator's free memory; `adds_unused`
     says that the planner adds what torch has reserved and does not use; `no_placement` are the
-    names of parameters that it leaves without a place where the model does not fit with them.
+    names of parameters that it leaves without a place where the model does not fit with them;
+    `counts_true_sizes` says that its own count of each tensor is that of `sizer`.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     lone_share: float = SINGLE_DEVICE_SHARE
     adds_unused: bool = False
     no_placement: FrozenSet[str] = frozenset()
+    counts_true_sizes: bool = False
 
     @property
     def is_bitsandbytes(self) -> bool:
@@ -56,11 +58,6 @@ class Request(NamedTuple):
     def refuses_offload(self) -> bool:
         """Whether a module on the CPU or the disk is an error, or silently slow, here."""
         return _offload_switch(self.quantizer) is False
-
-    @property
-    def counts_true_sizes(self) -> bool:
-        """Whether the planner asks the quantizer for each tensor, as transformers 5 does."""
-        return hasattr(self.quantizer, "param_element_size")
 
     def budgets(self) -> Budgets:
         """What each device may hold, in bytes.
@@ -107,6 +104,7 @@ def from_transformers(
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         return None
     model, quantizer = given["model"], given.get("hf_quantizer")
+    dtype = given.get("dtype", given.get("torch_dtype"))
     ask = getattr(model, "_get_no_split_modules", None)  # a plain attribute since 5.1
     classes = model._no_split_modules if ask is None else ask(strategy)
     return Request(
@@ -117,10 +115,11 @@ def from_transformers(
         quantizer=quantizer,
         get_max_memory=installed.__globals__["get_max_memory"],
         adjust=getattr(quantizer, "adjust_max_memory", None),
-        sizer=sizer_for(model, quantizer, given.get("dtype", given.get("torch_dtype"))),
+        sizer=sizer_for(model, quantizer, dtype),
         lone_share=lone_share(strategy),
         adds_unused=adds_unused(_release("transformers")),
         no_placement=_no_placement(installed, model),
+        counts_true_sizes=planners_count_is_true(model, quantizer, dtype),
     )
 
 

@@ -96,7 +96,7 @@ def _around(
     if offloads(device_map):
         why = "modules on the CPU"
     elif not request.counts_true_sizes and _overfills(request, device_map):
-        why = "more on a device than its budget, unquantized modules being counted as quantized"
+        why = "more on a device than its budget, as not every module counted in its own dtype"
     else:
         return device_map
     found = _instead(request, None, why, device_map)
@@ -162,7 +162,8 @@ def accelerators_seen() -> int:
 def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
     """Whether true sizes put more on an accelerator than the caller's budget.
 
-    transformers 4.x counts every module of a bitsandbytes model as quantized, embeddings too.
+    transformers 4.x counts every module of a bitsandbytes model as quantized, embeddings too;
+    5.x counts in the model's dtype what it keeps in fp32.
     """
     try:
         loads = request.units().loads(device_map)

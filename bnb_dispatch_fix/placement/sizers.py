@@ -43,7 +43,7 @@ def sizer_for(model: Any, quantizer: Any = None, dtype: Any = None) -> Sizer:
     """
     dtype = dtype or getattr(quantizer, "torch_dtype", None) or getattr(model, "dtype", None)
     kept = _kept_in_fp32(model, quantizer, dtype)
-    if hasattr(quantizer, "param_element_size"):  # transformers 5
+    if _asks_the_quantizer(quantizer):
         return _quantizer_sizer(model, quantizer, kept)
     if hasattr(quantizer, "target_dtype") or _is_bitsandbytes(model, quantizer):
         return _bitsandbytes_sizer({}, kept, dtype)
@@ -51,6 +51,20 @@ def sizer_for(model: Any, quantizer: Any = None, dtype: Any = None) -> Sizer:
         special = quantizer.get_special_dtypes_update(model, dtype)
         return _dtype_sizer(quantizer.adjust_target_dtype(dtype), special, kept)
     return _dtype_sizer(None, {}, kept)
+
+
+def planners_count_is_true(model: Any, quantizer: Any, dtype: Any = None) -> bool:
+    """Whether the release's planner counts as `sizer_for` does.
+
+    transformers 5 does, but for what is kept in fp32: up to 5.24.0 that counts in the dtype of the
+    model. Older releases count all that is not quantized too little.
+    """
+    kept = _kept_in_fp32(model, quantizer, dtype or getattr(model, "dtype", None))
+    return kept is None and _asks_the_quantizer(quantizer)
+
+
+def _asks_the_quantizer(quantizer: Any) -> bool:
+    return hasattr(quantizer, "param_element_size")  # transformers 5
 
 
 def call_sizer(

@@ -65,7 +65,10 @@ class Buffers(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """`usable` is in thousands of bytes by device; `ties` are (copy, source) names of tensors."""
+    """`usable` is in thousands of bytes by device; `ties` are (copy, source) names of tensors.
+
+    `fp32` names the modules that are kept in fp32, where they take twice their size.
+    """
 
     make: object
     usable: dict
@@ -73,6 +76,7 @@ class Kind:
     ties: tuple = ()
     fits: bool = True
     no_placement: tuple = ()
+    fp32: tuple = ()
 
 
 def named(**parts):
@@ -151,6 +155,19 @@ KINDS = {
         {0: 7.5, 1: 5.5},
         ties=(("block.parts.1.weight", "embed.weight"),),
     ),
+    # Embedding and positions are 8 each once loaded; who counts 4 puts both on device 0.
+    "tied and kept in fp32": Kind(
+        lambda: named(
+            embed=Plain(4),
+            positions=Plain(4),
+            one=Block(linear(3)),
+            two=Block(linear(3)),
+            head=Plain(4),
+        ),
+        {0: 12.5, 1: 11.5},
+        ties=(("head.weight", "embed.weight"),),
+        fp32=("embed", "positions", "head"),
+    ),
     # Parameters outside of any leaf.
     "parameters of a split module": Kind(
         lambda: named(tower=Parameters(2, linear(3), linear(3)), head=Plain(1)), {0: 5, 1: 4}
@@ -199,6 +216,8 @@ def build(kind, declare):
         weight = getattr(model.get_submodule(from_owner), from_leaf)
         setattr(model.get_submodule(owner), leaf, weight)
     model.all_tied_weights_keys = dict(kind.ties) if declare else {}
+    model.dtype = torch.float16
+    model._keep_in_fp32_modules = list(kind.fp32)
     model._no_split_modules = list(kind.classes)
     model._get_no_split_modules = lambda device_map: list(kind.classes)
     if kind.no_placement:
@@ -221,8 +240,9 @@ def checked(kind, model, device_map):
                 f"{name} is apart from what it is tied to"
             )
         if name not in sources:
-            half = type(tensor).__name__ == "Params4bit"
-            loads[device] = loads.get(device, 0) + tensor.numel() * (0.5 if half else 2)
+            quantized = type(tensor).__name__ == "Params4bit"
+            element = 0.5 if quantized else 4 if name.partition(".")[0] in kind.fp32 else 2
+            loads[device] = loads.get(device, 0) + tensor.numel() * element
     for whole in blocks(kind, model):
         found = {place(name, device_map) for name in whole} - {None}
         assert len(found) <= 1, f"{whole} are apart in {device_map}"

@@ -38,7 +38,10 @@ def accelerate_seam(kind, strategy):
     """`get_quantized_model_device_map`, which leaves all of each budget."""
     model = kinds.build(kind, declare=False)
     config = BnbQuantizationConfig(
-        load_in_4bit=True, torch_dtype=torch.float16, skip_modules=[], keep_in_fp32_modules=[]
+        load_in_4bit=True,
+        torch_dtype=torch.float16,
+        skip_modules=[],
+        keep_in_fp32_modules=list(kind.fp32),
     )
     max_memory = {gpu: int(size * K) for gpu, size in kind.usable.items()}
     with simulated_gpus():
