@@ -9,19 +9,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from bnb_dispatch_fix.examples import DEFAULTS, EXAMPLES
+
 GENERATION = int(transformers.__version__.split(".")[0])
 
 CONFIGS = {
-    "Llama-3-8B": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+    "Llama-3-8B": {**DEFAULTS, **EXAMPLES["llama-3-8b"].config},
     "Qwen2.5-7B": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -43,28 +36,8 @@ CONFIGS = {
         "word_embed_proj_dim": 768,
         "tie_word_embeddings": True,
     },
-    "Gemma-2-27B": {
-        "model_type": "gemma2",
-        "vocab_size": 256000,
-        "hidden_size": 4608,
-        "intermediate_size": 36864,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "Mixtral-8x7B": {
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "tie_word_embeddings": False,
-    },
+    "Gemma-2-27B": {**DEFAULTS, **EXAMPLES["gemma-2-27b"].config},
+    "Mixtral-8x7B": {**DEFAULTS, **EXAMPLES["mixtral-8x7b"].config},
     "DeepSeek-V2-Lite": {
         "model_type": "deepseek_v2",
         "vocab_size": 102400,

@@ -21,13 +21,6 @@ from bnb_dispatch_fix.simulation import simulated_gpus
 
 DATA = Path(__file__).parent.parent / "data" / "caps_5.24.0.json"
 ABSENT = "NoSuchBlock"
-FORMS = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "str": lambda names: names[0] if names else None,
-    "None": lambda names: None,
-}
 #: (form, classes): how callers pass the classes that may not be split.
 CLASSES = [
     ("list", [models.BLOCK]),
@@ -76,7 +69,9 @@ def case(model, quantizer, max_memory, free, form, classes, low_zero):
         given = None if max_memory is None else dict(max_memory)
         with simulated_gpus(free):
             return pairs(
-                get_balanced_memory(model, given, FORMS[form](names), quantizer, low_zero=low_zero)
+                get_balanced_memory(
+                    model, given, models.FORMS[form](names), quantizer, low_zero=low_zero
+                )
             )
 
     answer = {

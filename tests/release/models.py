@@ -11,6 +11,14 @@ from torch import nn
 
 #: The class that may not be split, where a model has one.
 BLOCK = "Block"
+#: How callers pass the classes that may not be split.
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "str": lambda names: names[0] if names else None,
+    "None": lambda names: None,
+}
 
 
 class Block(nn.Module):

@@ -8,12 +8,14 @@ asks the shim for a size.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 from packaging.version import Version
 from safetensors.torch import save_file
@@ -29,6 +31,16 @@ HAS_PLANNER = Version("4.50.0") <= TRANSFORMERS
 SHARE = 0.9 if Version("4.33.0") <= TRANSFORMERS else 1.0
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 MIB = 2**20
+#: Placement cases from public reports; what fits was found by hand or by brute force.
+CASES = json.loads(
+    (Path(__file__).parent.parent / "data" / "placement_cases.json").read_text("utf-8")
+)
+#: Each with each of its strategies, as parameters of a test.
+LISTED = [
+    pytest.param(case, strategy, id=f"{case['id']}-{strategy}")
+    for case in CASES
+    for strategy in case["strategies"]
+]
 
 
 @dataclass(frozen=True)

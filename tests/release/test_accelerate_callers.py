@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,21 +18,13 @@ import accelerate.utils.bnb
 import models
 import shapes
 from accelerate.utils import BnbQuantizationConfig
-from shapes import MIB, STRATEGIES, Shape
+from shapes import LISTED, MIB, STRATEGIES, Shape
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix.patches import PatchedFunction
 from bnb_dispatch_fix.simulation import simulated_gpus
 
 REFUSAL = "Some modules are dispatched on the CPU or the disk"
-CASES = json.loads(
-    (Path(__file__).parent.parent / "data" / "placement_cases.json").read_text("utf-8")
-)
-LISTED = [
-    pytest.param(case, strategy, id=f"{case['id']}-{strategy}")
-    for case in CASES
-    for strategy in case["strategies"]
-]
 #: "tiny" of models.py takes 2.6 MiB, in 4-bit 2.2; embedding and head are 1 MiB each.
 EIGHT_GPUS = {**dict.fromkeys(range(8), int(1.4 * MIB)), "cpu": 1024 * MIB}
 EIGHT_SMALLER_GPUS = {**dict.fromkeys(range(8), int(1.2 * MIB)), "cpu": 1024 * MIB}

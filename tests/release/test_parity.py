@@ -26,13 +26,6 @@ from bnb_dispatch_fix.simulation import simulated_gpus
 DATA = Path(__file__).parent.parent / "data" / "caps_5.24.0.json"
 CASES = json.loads(DATA.read_text("utf-8"))["cases"]
 BACKPORTED = Version("5.18.0") > TRANSFORMERS
-FORMS = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "str": lambda names: names[0] if names else None,
-    "None": lambda names: None,
-}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def planned(planner, case, model, quantizer):
         caps = planner.get_balanced_memory(
             model,
             given,
-            FORMS[case["form"]](case["classes"]),
+            models.FORMS[case["form"]](case["classes"]),
             quantizer,
             low_zero=case["low_zero"],
         )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -14,19 +12,11 @@ pytest.importorskip("bitsandbytes", reason="what refuses a device map is its qua
 import shapes
 from accelerate.utils.modeling import check_device_map
 from packaging.version import Version
-from shapes import SHARE, STRATEGIES, Shape
+from shapes import LISTED, SHARE, STRATEGIES, Shape
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import rescue
 
-CASES = json.loads(
-    (Path(__file__).parent.parent / "data" / "placement_cases.json").read_text("utf-8")
-)
-LISTED = [
-    pytest.param(case, strategy, id=f"{case['id']}-{strategy}")
-    for case in CASES
-    for strategy in case["strategies"]
-]
 #: 4.30 counts embedding and head as 4-bit, later 4.x only the embedding.
 COUNTS_THE_HEAD = Version("4.31.0") <= shapes.TRANSFORMERS
 needs_refusal = pytest.mark.skipif(
