@@ -29,6 +29,7 @@ ROW_SETTINGS |= {"demo", "expected", "bench"}
 
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
+CORE += ("accelerate_callers", "kinds")
 #: Rows with `quantizers` have others beside bitsandbytes installed.
 QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
@@ -128,7 +129,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """Unit and property tests: no torch, seconds."""
-    session.install("--quiet", *TEST_TOOLS, wheel(session))
+    session.install("--quiet", *TEST_TOOLS, "rich", wheel(session))
     run_pytest(session, "tests/unit", *session.posargs)
 
 
@@ -165,8 +166,10 @@ def report(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("bench")]))
 def bench(session: nox.Session, row: Row) -> None:
-    """How many models that fit are loaded, what planning costs: JSON and the README's tables."""
+    """How many models that fit are loaded, and what planning costs; the README's tables."""
     install_row(session, row)
+    session.run("python", "tests/benchmarks/bench_packing.py")
+    session.run("python", "tests/benchmarks/bench_units.py")
     results = RESULTS / "bench"
     session.run("python", "tests/benchmarks/loadability.py", str(results / f"{name(row)}.json"))
     found = sorted(str(path) for path in results.glob("*.json"))
