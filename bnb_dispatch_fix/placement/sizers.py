@@ -96,7 +96,7 @@ def _quantizer_sizer(model: Any, quantizer: Any, kept: Optional[Pattern[str]]) -
             if tensor_class not in held:
                 held[tensor_class] = _quantized(element_size(model, name, tensor))
             return held[tensor_class]
-        storage = own_storage(tensor.dtype)
+        storage = _as_it_is(tensor, owner)
         element = element_size(model, name, tensor)
         if element != storage.bytes:
             return _quantized(element)
@@ -134,12 +134,20 @@ def _dtype_sizer(target: Any, special: Mapping[str, Any], kept: Optional[Pattern
             return dtype_storage(special[name])
         if kept and _matches(kept, name, tensor):
             return _FP32
-        storage = own_storage(tensor.dtype)
+        storage = _as_it_is(tensor, owner)
         if limit is not None and limit.bytes < storage.bytes and tensor.is_floating_point():
             return limit
         return storage
 
     return size
+
+
+def _as_it_is(tensor: Any, owner: Any) -> Storage:
+    """How a tensor is stored that nothing will convert; layers of GPTQ and AWQ are packed."""
+    storage = own_storage(tensor.dtype)
+    if "qweight" in owner._buffers or "qweight" in owner._parameters:
+        return storage._replace(label="packed", quantized=True)
+    return storage
 
 
 @lru_cache(maxsize=None)

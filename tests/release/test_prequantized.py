@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from shapes import MIB
 
 import bnb_dispatch_fix
+from bnb_dispatch_fix.placement.sizers import sizer_for
+from bnb_dispatch_fix.placement.units import measure
 from bnb_dispatch_fix.simulation import outcome_of
 
 if not shapes.HAS_PLANNER:
@@ -107,6 +109,23 @@ def test_layers_are_swapped_in_before_planning(load):
     layer = counted(load)["model.layers.0"]
     elements = 4 * 128 * 128 + 3 * 128 * 256
     assert elements / 2 < layer < elements
+
+
+def test_units_are_as_large_and_as_packed(load):
+    """In all what the release counts; only embedding, head and norms are not quantized."""
+    found, units = [], []
+
+    def look(model, arguments):
+        sizer = sizer_for(model, found[-1], torch.float16)
+        units.append(measure(model, no_split_module_classes=["LlamaDecoderLayer"], sizer=sizer))
+
+    with planned.quantizers(found), planned.watched(look):
+        load({0: 1024 * MIB, "cpu": 1024 * MIB}, "sequential")
+    [measured] = units
+    assert measured.total == counted(load)[""]
+    plain = {name: facts.unquantized for name, facts in measured.facts.items()}
+    assert plain.pop("model.embed_tokens") == plain.pop("lm_head") == 8192 * 128 * 2
+    assert sum(plain.values()) < 8 * 128 * 128  # the norms, and what rotates positions
 
 
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0"])
