@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-from cell import TRANSFORMERS, installed, run
+from cell import TRANSFORMERS, installed
+from own_process import answers_of
 
 pytestmark = pytest.mark.skipif(
     installed("torch") is None, reason="the planners cannot be imported: no torch"
@@ -26,7 +24,7 @@ TARGETS = "import " + ", ".join(dict.fromkeys([*ACCELERATE, "transformers.modeli
 LOOK = "answer(eval(STATES))"
 #: Defines what the scripts share; imports nothing that is under test.
 HEAD = """
-import importlib, json, logging, sys, threading, warnings
+import importlib, logging, sys, threading, warnings
 warnings.simplefilter("ignore")
 logging.disable()
 answers = []
@@ -117,14 +115,9 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def answers():
-    """What each script answered; two at a time, importing is most of the work."""
-
-    def start(steps):
-        code = "\n".join([HEAD, *steps, "print(json.dumps(answers))"])
-        return json.loads(run(["-c", code]).splitlines()[-1])
-
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(SCRIPTS, pool.map(start, SCRIPTS.values())))
+    """What each script answered."""
+    scripts = ["\n".join([HEAD, *steps]) for steps in SCRIPTS.values()]
+    return dict(zip(SCRIPTS, answers_of(scripts)))
 
 
 @pytest.fixture(scope="module")
