@@ -35,6 +35,8 @@ QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
 #: The wheel of this run, once it is built.
 BUILT: list[str] = []
+#: By Python: the site-packages of the cell before, with the byte code that its run has left.
+COMPILED: dict[str, Path] = {}
 
 Row = dict[str, Any]
 ROWS: list[Row] = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))["tested"]
@@ -111,6 +113,23 @@ def install_row(session: nox.Session, row: Row, *extra: str) -> None:
         session.install("--quiet", *torch, *pins(row), *extra, wheel(session))
     except nox.command.CommandFailed:
         session.error(f"cannot install {name(row)}")
+    share_byte_code(session, row["python"])
+
+
+def share_byte_code(session: nox.Session, python: str) -> None:
+    """Link what the cell before has compiled of the same files: torch's takes seconds per cell."""
+    [here] = Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    before = COMPILED.get(python, here)
+    for compiled in before.glob("**/__pycache__/*.pyc"):
+        folder = here / compiled.parents[1].relative_to(before)
+        source = compiled.stem.partition(".")[0] + ".py"
+        link = folder / "__pycache__" / compiled.name
+        # One file under two names: uv links what it installs to its cache.
+        linked = folder / source
+        if linked.exists() and linked.samefile(compiled.parents[1] / source) and not link.exists():
+            link.parent.mkdir(exist_ok=True)
+            os.link(compiled, link)
+    COMPILED[python] = here
 
 
 @nox.session
