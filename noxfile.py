@@ -25,7 +25,7 @@ TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113"]
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "quantizers"}
-ROW_SETTINGS |= {"demo", "expected", "bench"}
+ROW_SETTINGS |= {"demo", "expected", "bench", "true_sizes"}
 
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
@@ -193,6 +193,14 @@ def bench(session: nox.Session, row: Row) -> None:
     session.run("python", "tests/benchmarks/loadability.py", str(results / f"{name(row)}.json"))
     found = sorted(str(path) for path in results.glob("*.json"))
     session.run("python", "tests/benchmarks/loadability.py", "--table", *found)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("true_sizes")]))
+def true_sizes(session: nox.Session, row: Row) -> None:
+    """Llama-3-8B's planned and loaded bytes, device by device; needs 8 GB of memory."""
+    install_row(session, row)
+    session.run("python", "tests/release/true_sizes.py", *session.posargs)
 
 
 @nox.session

@@ -1,12 +1,12 @@
-"""Planned bytes and loaded bytes side by side; run as a script it prints them for one shape.
+"""Planned bytes and loaded bytes side by side; run as a script it prints them for Llama-3-8B.
 
-    python tests/release/true_sizes.py "Llama-3-8B, two layers" --write loaded.json
-    python tests/release/true_sizes.py Llama-3-8B --read loaded.json
+    python tests/release/true_sizes.py [--write loaded.json | --read loaded.json]
 
-The first loads on the CPU, the second plans, here or with another release; layers that were not
-loaded are as large as the first. A loaded model is the sum of its parameters and buffers; what
-bitsandbytes keeps beside a weight to scale it back is counted apart. Checkpoints hold zeros, so
-that they are written in no time.
+It loads two layers on the CPU, embedding and head with them, and plans all 32; those that were not
+loaded are as large as the first. A release that cannot load on the CPU plans with what another has
+written. A loaded model is the sum of its parameters and buffers; what bitsandbytes keeps beside a
+weight to scale it back is counted apart. Checkpoints hold zeros, so that they are written in no
+time.
 """
 
 from __future__ import annotations
@@ -191,27 +191,30 @@ def table(tensors, folder, max_memory, share=0.9):
     return "\n".join(lines)
 
 
+def loaded_tensors():
+    """{tensor: bytes} of the two layers, loaded here."""
+    with tempfile.TemporaryDirectory() as folder:
+        save("Llama-3-8B, two layers", folder)
+        tensors, scales = loaded_bytes(folder)
+    print(f"loaded: {sum(tensors.values()) / GIB:.3f} GiB, scales {scales / GIB:.3f} GiB")
+    return tensors
+
+
 def main():
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("shape", choices=SHAPES)
     arguments.add_argument("--write", type=Path)
     arguments.add_argument("--read", type=Path)
-    arguments.add_argument("--folder", type=Path, help="a checkpoint that --write left")
     asked = arguments.parse_args()
     logging.disable(logging.WARNING)
-    folder = asked.folder or Path(tempfile.mkdtemp())
-    if not (folder / "config.json").exists():
-        save(asked.shape, folder, weights=bool(asked.write))
+    found = json.loads(asked.read.read_text("utf-8")) if asked.read else loaded_tensors()
     if asked.write:
-        tensors, scales = loaded_bytes(folder)
-        asked.write.write_text(json.dumps({"tensors": tensors, "scales": scales}), "utf-8")
-        print(f"loaded: {sum(tensors.values()) / GIB:.3f} GiB, scales {scales / GIB:.3f} GiB")
-    else:
-        tensors = with_all_layers(json.loads(asked.read.read_text("utf-8"))["tensors"], asked.shape)
-    embedding = tensors["model.embed_tokens.weight"]
-    budget = int(embedding * 1.02 / 0.9)
-    print(f"transformers {transformers.__version__}, {asked.shape}, nf4, eight equal GPUs, GiB\n")
-    print(table(tensors, folder, {**dict.fromkeys(range(8), budget), "cpu": 64 * GIB}))
+        asked.write.write_text(json.dumps(found), "utf-8")
+    tensors = with_all_layers(found, "Llama-3-8B")
+    budget = int(tensors["model.embed_tokens.weight"] * 1.02 / 0.9)
+    print(f"transformers {transformers.__version__}, Llama-3-8B, nf4, eight equal GPUs, GiB\n")
+    with tempfile.TemporaryDirectory() as folder:
+        save("Llama-3-8B", folder, weights=False)
+        print(table(tensors, folder, {**dict.fromkeys(range(8), budget), "cpu": 64 * GIB}))
 
 
 if __name__ == "__main__":
