@@ -154,8 +154,8 @@ def unit(session: nox.Session) -> None:
 
 def tests(row: Row) -> list[str]:
     """What pytest runs in a cell."""
-    if "transformers" not in row:
-        return ["tests/unit"]
+    if not row.get("torch", True):
+        return ["tests/unit", "tests/release/test_status.py", "tests/release/test_probe.py"]
     # Importing an old release warns, also while tests are collected: that is its affair.
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
     if row.get("deep"):

@@ -76,6 +76,11 @@ def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return loaded
 
 
+def is_loading() -> bool:
+    """Whether a `from_pretrained` runs in this thread."""
+    return bool(_loads.running)
+
+
 def remember(request: Request, outcome: Any, planned: Any) -> None:
     """Note what a planner was asked and answered, for the `from_pretrained` around it."""
     if _loads.running:
@@ -95,15 +100,16 @@ def read_request(
     get_max_memory = installed.__globals__["get_max_memory"]
     share = _share_left(load.max_memory, given.get("max_memory"), get_max_memory)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantizer = None if config is None else _Quantizer(config)
     return Request(
         model=model,
         strategy=load.strategy,
         max_memory=load.max_memory,
         no_split=frozenset(no_split_names(given.get("no_split_module_classes"))),
-        quantizer=None if config is None else _Quantizer(config),
+        quantizer=quantizer,
         get_max_memory=get_max_memory,
         adjust=lambda budgets: {device: size * share for device, size in budgets.items()},
-        sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes")),
+        sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes"), quantizer),
         lone_share=lone_share(load.strategy),
     )
 

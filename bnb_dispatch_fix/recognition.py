@@ -13,29 +13,26 @@ import re
 from types import CodeType, FunctionType
 
 FINGERPRINT_LENGTH = 16
-_MAX_WRAPPERS = 32
 #: By the id of a code object, which is kept so that the id stays its own. Many names lead to one
 #: function, and reading a large module again for each of them would take most of the activation.
 _of_code: dict[int, tuple[CodeType, str | None]] = {}
 _OPENING = re.compile(r"\s*(@|def\b|async\b)")
 
 
-def source_fingerprint(function: object, *, through_wrappers: bool = False) -> str | None:
+def source_fingerprint(function: object) -> str | None:
     """Returns the fingerprint of the source of *function*, or None where it cannot be known.
 
     None is the answer for anything that is not a plain Python function, for a function that
     somebody wrapped (``functools.wraps``, ``wrapt``) and for one whose source cannot be read
-    (``.pyc`` only, frozen, made by ``exec``). With *through_wrappers* the innermost wrapped
-    function is read instead. Never raises.
+    (``.pyc`` only, frozen, made by ``exec``). Never raises.
     """
     try:
-        inner = unwrapped(function) if through_wrappers else function
         # type(), not isinstance(): a wrapt proxy claims the class of what it wraps.
-        if type(inner) is not FunctionType or hasattr(inner, "__wrapped__"):
+        if type(function) is not FunctionType or hasattr(function, "__wrapped__"):
             return None
-        code = inner.__code__
+        code = function.__code__
         if id(code) not in _of_code:
-            lines = _read_lines(code.co_filename, inner.__globals__)
+            lines = _read_lines(code.co_filename, function.__globals__)
             found = _fingerprint_at(lines, code.co_firstlineno - 1, code.co_name)
             _of_code[id(code)] = (code, found)
         return _of_code[id(code)][1]
@@ -57,19 +54,6 @@ def fingerprint_text(module_source: str, function_name: str) -> str | None:
     if first_line < 0:
         return None
     return _fingerprint_at(_split(module_source), first_line, function_name)
-
-
-def unwrapped(function: object) -> object:
-    """Returns the innermost function behind ``__wrapped__`` attributes (*function* itself if none).
-
-    A chain that leads back to itself is followed a bounded number of steps.
-    """
-    for _ in range(_MAX_WRAPPERS):
-        inner = getattr(function, "__wrapped__", None)
-        if inner is None:
-            break
-        function = inner
-    return function
 
 
 def _fingerprint_at(lines: list[str], first: int, name: str) -> str | None:

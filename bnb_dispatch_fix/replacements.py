@@ -65,7 +65,7 @@ REPLACEMENTS: Mapping[str, Replacement] = {
     ),
     "transformers.from_pretrained": Replacement(legacy.from_pretrained, ()),
     "accelerate.infer_auto_device_map": Replacement(
-        rescue.legacy_planner,
+        rescue.accelerate_planner,
         ("model", "max_memory", "no_split_module_classes", "dtype"),
         ("get_max_memory",),
     ),

@@ -17,7 +17,7 @@ from bnb_dispatch_fix.placement.budgets import (
     usable_budgets,
 )
 from bnb_dispatch_fix.placement.packing import Device
-from bnb_dispatch_fix.placement.sizers import Sizer, planners_count_is_true, sizer_for
+from bnb_dispatch_fix.placement.sizers import Sizer, call_sizer, planners_count_is_true, sizer_for
 from bnb_dispatch_fix.placement.units import Units, measure
 
 #: The values of `device_map` that ask for a plan.
@@ -27,6 +27,7 @@ STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 class Request(NamedTuple):
     """One call of a planner.
 
+    `strategy` is one of `STRATEGIES`, "" where the planner is not told.
     `max_memory` is as the caller gave it, before anything is balanced or held back;
     `quantizer` is transformers' `HfQuantizer`, accelerate's `BnbQuantizationConfig`, or None.
     `adjust` takes off each budget (bytes) what the quantizer keeps; `sizer` tells the bytes per
@@ -150,6 +151,28 @@ def from_accelerate_bnb(
         adjust=None,
         sizer=sizer_for(given["model"], config),
         lone_share=lone_share(strategy),
+    )
+
+
+def from_accelerate(
+    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Request:
+    """The request in a call of accelerate's `infer_auto_device_map` by its own loader.
+
+    Its budgets are balanced already, by a strategy that is not known here ("").
+    """
+    given = inspect.signature(installed).bind(*args, **kwargs).arguments
+    model = given["model"]
+    return Request(
+        model=model,
+        strategy="",
+        max_memory=copied(given.get("max_memory")),
+        no_split=frozenset(no_split_names(given.get("no_split_module_classes"))),
+        quantizer=None,
+        get_max_memory=installed.__globals__["get_max_memory"],
+        adjust=None,
+        sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes")),
+        lone_share=1.0,
     )
 
 

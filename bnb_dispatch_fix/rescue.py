@@ -61,9 +61,13 @@ def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: An
     return _around(requests.from_transformers, installed, args, kwargs)
 
 
-def legacy_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands for the `infer_auto_device_map` that transformers 4.30-4.49 call."""
-    return _around(legacy.read_request, installed, args, kwargs)
+def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for accelerate's `infer_auto_device_map`.
+
+    transformers 4.30-4.49 call it in `from_pretrained`, accelerate's own loader calls it elsewhere.
+    """
+    read = legacy.read_request if legacy.is_loading() else requests.from_accelerate
+    return _around(read, installed, args, kwargs)
 
 
 def accelerate_bnb_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +218,11 @@ def _announce(request: Request, why: str, outcome: Outcome) -> None:
     """One line: why, where the model went, how to switch it off."""
     usable = outcome.budgets.accelerators
     loads = outcome.units.loads(outcome.device_map or {})
+    asked = f"device_map={request.strategy!r}" if request.strategy else "accelerate's planner"
     logger.warning(
-        "device_map=%r gave %s; every module has a place within the budgets: %s "
+        "%s gave %s; every module has a place within the budgets: %s "
         "(BNB_DISPATCH_FIX=backport,explain switches this off)",
-        request.strategy,
+        asked,
         why,
         ", ".join(
             f"{device}: {load / GIB:.2f} of {usable[device] / GIB:.2f} GiB"

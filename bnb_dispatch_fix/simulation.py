@@ -114,6 +114,9 @@ def outcome_of(
     from_pretrained: Callable[[], Any], free: Optional[Mapping[Device, int]] = None
 ) -> Outcome:
     """Call a function that ends in `from_pretrained`, on simulated GPUs (see `plan_checkpoint`)."""
+    import torch
+
+    default = torch.get_default_dtype()
     with simulated_gpus(free):
         try:
             from_pretrained()
@@ -121,6 +124,8 @@ def outcome_of(
             return Outcome(planned.device_map, None)
         except Exception as error:
             return Outcome(refused_map(error), error)
+        finally:  # 4.x leaves its own behind when it does not come to an end
+            torch.set_default_dtype(default)
     raise AssertionError("from_pretrained returned, although its loading step was replaced")
 
 

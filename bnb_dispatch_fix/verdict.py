@@ -63,7 +63,7 @@ def _judge_by_behaviour(seam: Seam, function: Any, label: str) -> Verdict:
         return Verdict("already-fixed", (), f"{label}: not in the matrix; checked by behaviour")
     return Verdict(
         "skipped",
-        seam.fixes,
+        tuple(pr for pr in seam.fixes if pr not in probe.ruled_out),
         f"unknown source in {describe(function)}, and a toy model could not tell: {probe.reason}",
     )
 

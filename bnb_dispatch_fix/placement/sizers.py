@@ -68,16 +68,19 @@ def _asks_the_quantizer(quantizer: Any) -> bool:
 
 
 def call_sizer(
-    model: Any, dtype: Any = None, special_dtypes: Optional[Mapping[str, Any]] = None
+    model: Any,
+    dtype: Any = None,
+    special_dtypes: Optional[Mapping[str, Any]] = None,
+    quantizer: Any = None,
 ) -> Sizer:
     """Return the sizer for a call of accelerate's `infer_auto_device_map` with these arguments.
 
-    Where bitsandbytes will quantize, `dtype` (CustomDtype.INT4, torch.int8) is taken for the
-    layers it has replaced, not for everything else as accelerate does. Otherwise the sizes are
-    those of accelerate 1.15.0.
+    Where bitsandbytes will quantize (`quantizer` says so, or the layers it has replaced), `dtype`
+    (CustomDtype.INT4, torch.int8) is taken for these layers, not for everything else as accelerate
+    does. Otherwise the sizes are those of accelerate 1.15.0.
     """
     special = special_dtypes or {}
-    if _is_bitsandbytes(model, None):
+    if _is_bitsandbytes(model, quantizer):
         return _bitsandbytes_sizer(special, None, None)
     return _dtype_sizer(dtype, special, None)
 
@@ -214,7 +217,9 @@ def _is_parameter(name: str, owner: Any) -> bool:
 def _is_bitsandbytes(model: Any, quantizer: Any) -> bool:
     if quantizer is not None:
         config = getattr(quantizer, "quantization_config", None)
-        return getattr(config, "quant_method", None) == "bitsandbytes"
+        method = getattr(config, "quant_method", None)  # since 4.32
+        if method is not None:
+            return bool(method == "bitsandbytes")
     if getattr(model, "quantization_method", None) == "bitsandbytes":  # transformers 4.31-4.37
         return True
     if "bitsandbytes" not in sys.modules:

@@ -15,6 +15,7 @@ pytest.importorskip("bitsandbytes", reason="load_and_quantize_model asks for it"
 import accelerate
 import accelerate.big_modeling
 import accelerate.utils.bnb
+import kinds
 import models
 import shapes
 from accelerate.utils import BnbQuantizationConfig
@@ -100,6 +101,32 @@ def test_load_checkpoint_and_dispatch_spills_without_the_shim_only(planned, stra
     assert on_host(planned(load_and_dispatch, strategy=strategy))
     bnb_dispatch_fix.activate()
     assert set(planned(load_and_dispatch, strategy=strategy).values()) <= set(range(8))
+
+
+TOWERS = kinds.Kind(
+    lambda: kinds.named(
+        left=kinds.Tower(*(kinds.Plain(2) for _ in range(4))),
+        right=kinds.Tower(*(kinds.Plain(2) for _ in range(4))),
+    ),
+    {0: 5, 1: 5},
+    ties=kinds.pairs(4),
+)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential"])
+def test_load_checkpoint_and_dispatch_is_rescued_where_the_planner_stumbles(planned, strategy):
+    model = kinds.build(TOWERS, declare=False)
+
+    def load():
+        accelerate.load_checkpoint_and_dispatch(
+            model, "no weights", device_map=strategy, max_memory={0: 5000, 1: 5000, "cpu": 10**6}
+        )
+
+    assert isinstance(planned(load), IndexError)
+    bnb_dispatch_fix.activate()
+    device_map = planned(load)
+    assert isinstance(device_map, dict), device_map
+    kinds.checked(TOWERS, model, device_map)
 
 
 @pytest.mark.parametrize(

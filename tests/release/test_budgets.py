@@ -14,14 +14,16 @@ pytest.importorskip("bitsandbytes")
 
 import numpy
 import planned
+import shapes
 from packaging.version import Version
 
+from bnb_dispatch_fix import activate, deactivate, rescue
 from bnb_dispatch_fix.placement.budgets import (
     adds_unused,
     reserved_but_unused,
     usable_budgets,
 )
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.simulation import replaced, simulated_gpus
 
 RELEASE = Version(transformers.__version__).release
 ACCELERATE = Version(importlib.metadata.version("accelerate")).release
@@ -45,6 +47,13 @@ FREE = {0: 10**8 + 7, "cpu": 10**9 + 1}
 FREE_TWO = {0: 10**8 + 7, 1: 10**8 + 9, "cpu": 10**9 + 1}
 
 
+@pytest.fixture(autouse=True)
+def active():
+    activate()
+    yield
+    deactivate()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("opt")
@@ -61,16 +70,25 @@ def adjust(quantizer):
 
 
 def both(checkpoint, max_memory, free, strategy):
-    """(usable budgets, what the planner was given), for one call of `from_pretrained`."""
+    """(usable budgets, what the planner was given), for one call of `from_pretrained`.
+
+    From 4.50 on the shim reads the planner's own call; before, what it must read is put here.
+    """
     names = {4: "accelerate.utils", 5: "transformers.integrations.accelerate"}
     get_max_memory = importlib.import_module(names[planned.GENERATION]).get_max_memory
-    seen = []
+    seen, requests, read_request = [], [], rescue._read
+
+    def spy(*call):
+        requests.append(read_request(*call))
+        return requests[-1]
 
     def look(model, quantizer, arguments):
         given = arguments["max_memory"]
         seen.append({device: math.floor(size) for device, size in read(given).items()})
         seen.append(
-            usable_budgets(
+            requests[-1].budgets()
+            if requests
+            else usable_budgets(
                 max_memory,
                 get_max_memory=get_max_memory,
                 adjust=adjust(quantizer),
@@ -82,7 +100,7 @@ def both(checkpoint, max_memory, free, strategy):
     def read(given):
         return get_max_memory(None if given is None else dict(given))
 
-    with simulated_gpus(free):
+    with simulated_gpus(free), replaced(rescue, "_read", spy):
         planned.plan(
             "opt",
             checkpoint,
@@ -92,6 +110,7 @@ def both(checkpoint, max_memory, free, strategy):
             device_map=strategy,
             max_memory=None if max_memory is None else dict(max_memory),
         )
+    assert bool(requests) == shapes.HAS_PLANNER
     theirs, ours = seen
     return ours, theirs
 

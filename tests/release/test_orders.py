@@ -104,7 +104,7 @@ SCRIPTS = {
     "shim, targets, in a forked child": [SHIM, TARGETS, f"answer(in_child('fork', {SHIM!r}))"],
     "while another thread has half of it": [
         f"other = threading.Thread(target=exec, args=({TARGETS!r}, globals())); other.start()",
-        f"while {MODULE!r} not in sys.modules: pass",
+        f"while other.is_alive() and {MODULE!r} not in sys.modules: pass",
         SHIM,
         "other.join()",
         "import transformers.models.gpt2.modeling_gpt2",

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="plans real models: needs torch")
 import transformers
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import simulation
+from bnb_dispatch_fix import report, simulation
 from bnb_dispatch_fix.planning import PlanError
 
 release_here = Version(transformers.__version__)
@@ -98,6 +98,28 @@ def test_the_three_planners(small):
     assert small.fits
     assert small.device_map == (release if fixed else backport).device_map
     assert small.notes == ()
+
+
+def test_the_imbalance_that_comes_with_a_huge_leaf_is_shown():
+    """Three GPUs could take a third each; with a buffer for the embedding one stays empty."""
+    config = transformers.LlamaConfig(
+        vocab_size=60_000,
+        hidden_size=4096,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+        torch_dtype="float16",
+    )
+    planned = bnb_dispatch_fix.plan(
+        config, max_memory=dict.fromkeys(range(3), GIB * 3 // 2), quantization_config=NF4
+    )
+    loads = [each.placed for each in planned.runs[1].devices if each.device != "cpu"]
+    assert planned.runs[1].outcome == "loads"
+    assert min(loads) == 0
+    assert max(loads) >= 60_000 * 4096 * 2
+    lines = [line for line in report.as_text(planned).splitlines() if line.startswith("GPU ")]
+    assert [f"{size / GIB:.2f}" for size in loads] == [line.split()[6] for line in lines]
 
 
 def is_v5():

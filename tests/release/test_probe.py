@@ -19,8 +19,10 @@ import wrapt
 from packaging.version import Version
 
 from bnb_dispatch_fix.compat import load_matrix
+from bnb_dispatch_fix.patches import original_of
 from bnb_dispatch_fix.probe import probe_balanced_fault, signature_mismatch
-from bnb_dispatch_fix.recognition import fingerprint_text, source_fingerprint, unwrapped
+from bnb_dispatch_fix.recognition import fingerprint_text, source_fingerprint
+from bnb_dispatch_fix.verdict import judge
 
 #: PR -> first release with it; no accelerate release has either.
 FIXED_IN = {"transformers": {47203: "5.14.0", 47211: "5.18.0"}, "accelerate": {}}
@@ -28,6 +30,7 @@ HOMES = {
     "transformers": ("transformers.integrations.accelerate", "5.0.0rc0"),
     "accelerate": ("accelerate.utils.modeling", "0.20.0"),
 }
+NAMES = {package: (home, "get_balanced_memory") for package, (home, _) in HOMES.items()}
 PARAMETERS = {
     "transformers": ["model", "max_memory", "no_split_module_classes", "hf_quantizer", "low_zero"],
     "accelerate": [
@@ -73,7 +76,7 @@ def package(request):
 def function(package):
     """The installed get_balanced_memory, without the shim over it."""
     pytest.importorskip("torch", reason="running the function needs torch")
-    return unwrapped(importlib.import_module(HOMES[package][0]).get_balanced_memory)
+    return original_of(importlib.import_module(HOMES[package][0]).get_balanced_memory)
 
 
 @pytest.fixture
@@ -99,6 +102,13 @@ def edited(package, tmp_path):
 def answers(function):
     result = probe_balanced_fault(function)
     return [list(result.confirmed), list(result.ruled_out), list(result.undecided)]
+
+
+def verdict(package, function):
+    """(state, PRs it lacks, reason) where this stands in place of the installed function."""
+    matrix = load_matrix()
+    [seam] = [seam for seam in matrix.seams if (seam.module, seam.attribute) == NAMES[package]]
+    return judge(seam, matrix, function)
 
 
 def known(package, fingerprint):
@@ -129,6 +139,11 @@ def test_unknown_text_with_the_same_behaviour_is_judged_the_same(package, edited
 
     assert known(package, source_fingerprint(function)) is None
     assert answers(function) == [lacks, has, []]
+    state, missing, reason = verdict(package, function)
+    assert (state, list(missing)) == ("applied" if lacks else "already-fixed", lacks)
+    assert reason.endswith(
+        "unknown source, fault confirmed" if lacks else "not in the matrix; checked by behaviour"
+    )
 
 
 def test_a_repaired_copy_is_not_faulty(package, edited):
@@ -140,15 +155,29 @@ def test_a_repaired_copy_is_not_faulty(package, edited):
 
     assert known(package, source_fingerprint(function)) is None
     assert answers(function) == [[], [47203, 47211], []]
+    state, missing, reason = verdict(package, function)
+    assert (state, missing) == ("already-fixed", ())
+    assert reason.endswith("not in the matrix; checked by behaviour")
 
 
 def test_an_arithmetic_that_is_neither_is_left_undecided(package, edited):
     lacks, has = lacking(package)
     function = edited("int(1.25 * max(", "int(1.3 * max(")
     assert answers(function) == [[], has, lacks]
+    state, missing, reason = verdict(package, function)
+    assert (state, list(missing)) == ("skipped" if lacks else "already-fixed", lacks)
+    assert not lacks or "a toy model could not tell" in reason
 
 
-def test_wrapped_is_unknown_and_judged_with_its_wrapper(package, function):
+def test_another_signature_is_left_alone(package, edited):
+    function = edited("low_zero: bool", "only_last: bool = False, low_zero: bool")
+    state, _, reason = verdict(package, function)
+    assert state == "skipped"
+    assert "unknown source" in reason and "only_last" in reason
+
+
+def test_wrapped_by_somebody_is_left_alone_and_told(package, function):
+    """A replacement would lose the wrapper; what it does shows in the toy models all the same."""
     lacks, has = lacking(package)
 
     @functools.wraps(function)
@@ -158,8 +187,10 @@ def test_wrapped_is_unknown_and_judged_with_its_wrapper(package, function):
     by_wrapt = wrapt.FunctionWrapper(by_functools, lambda f, _instance, a, k: f(*a, **k))
     for wrapper in (by_functools, by_wrapt):
         assert source_fingerprint(wrapper) is None
-        assert source_fingerprint(wrapper, through_wrappers=True) == source_fingerprint(function)
         assert answers(wrapper) == [lacks, has, []]
+        state, _, reason = verdict(package, wrapper)
+        assert state == "skipped"
+        assert "would be lost; import bnb_dispatch_fix before it" in reason
 
     @functools.wraps(function)
     def without_caps(model, max_memory=None, **kwargs):

@@ -110,6 +110,18 @@ def warnings_of(caplog):
     ]
 
 
+@pytest.mark.skipif(not shapes.HAS_PLANNER, reason="from_pretrained asks the quantizer before")
+def test_what_the_quantizer_refuses_for_another_reason_reaches_the_caller(monkeypatch):
+    using = shapes.quantizer()
+
+    def validate_environment(*args, **kwargs):
+        raise ValueError("this quantizer needs another machine")
+
+    monkeypatch.setattr(using, "validate_environment", validate_environment)
+    found = shapes.call_planner(shapes.build(HUNDRED), "auto", ROOMY, using)
+    assert str(found.error) == "this quantizer needs another machine"
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.skipif(not shapes.HAS_PLANNER, reason="from_pretrained would have to load weights")
 def test_a_model_without_quantizer_is_not_touched(strategy, caplog):
