@@ -30,6 +30,8 @@ ROW_SETTINGS |= {"demo", "expected", "bench", "true_sizes"}
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
 CORE += ("accelerate_callers", "kinds")
+#: Rows with `torch: false`: its planners cannot be imported.
+WITHOUT_TORCH = ("status", "probe", "without_torch")
 #: Rows with `quantizers` have others beside bitsandbytes installed.
 QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
@@ -154,13 +156,14 @@ def unit(session: nox.Session) -> None:
 
 def tests(row: Row) -> list[str]:
     """What pytest runs in a cell."""
-    if not row.get("torch", True):
-        return ["tests/unit", "tests/release/test_status.py", "tests/release/test_probe.py"]
+    if "transformers" not in row:
+        return ["tests/unit"]
     # Importing an old release warns, also while tests are collected: that is its affair.
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
     if row.get("deep"):
         return [*warnings, "tests/release"]
     parts = QUANTIZERS if row.get("quantizers") else CORE
+    parts = parts if row.get("torch", True) else WITHOUT_TORCH
     return [*warnings, *(f"tests/release/test_{part}.py" for part in parts)]
 
 

@@ -15,15 +15,21 @@ from bnb_dispatch_fix.states import Status
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run one subcommand and return its exit code."""
-    arguments = _parser().parse_args(argv)
     try:
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        return _run(argv)
     except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
         # Python flushes once more when it ends, and must not fail at that either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return code
+
+
+def _run(argv: Optional[Sequence[str]]) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        return code
+    finally:  # --help ends in an exit, too
+        sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -42,13 +42,15 @@ def test_it_is_said_on_stderr_all_the_same(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes there have no reader that leaves early")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["status"], ["status", "--json"], ["--help"]])
-def test_a_reader_that_leaves_early_is_no_traceback(arguments):
+def test_a_reader_that_leaves_early_is_no_traceback(arguments, unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.Popen(
         [sys.executable, "-m", "bnb_dispatch_fix", *arguments],
         cwd=str(shim_folder()),
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
