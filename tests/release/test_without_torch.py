@@ -53,11 +53,11 @@ def test_every_order_ends_in_the_same_states(answers, order):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["doctor"], 1, "torch is not installed"),
+        (["doctor"], 1, "ERROR  torch"),
         (["plan", "--example", "llama-3-8b", "--max-memory", "24GiB"], 2, "--max-memory"),
         (["plan", "--example", "llama-3-8b", "--max-memory", "0=24GiB"], 2, "doctor"),
         (["demo"], 2, "the demo cannot run here"),
-        (["autoload", "status"], 0, "autoload"),
+        (["autoload", "status"], 1, "disabled"),
         (["--version"], 0, "."),
     ],
 )
