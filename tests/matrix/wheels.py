@@ -43,15 +43,18 @@ def list_releases(package: str, lowest: str) -> list[Release]:
 
     Raises WheelError if pip does not list them.
     """
-    # pip names every candidate when none will do, and leaves yanked ones out of "index versions".
+    # pip names every candidate when none will do, and leaves yanked ones out of "index versions";
+    # newer ones name these apart.
     refusal = _pip("download", "--no-deps", "--ignore-requires-python", f"{package}==0.dev0").stderr
     listed = re.search(r"from versions: ([^)]*)\)", refusal)
+    ignored = re.search(r"Ignored the following yanked versions: (.*)", refusal)
     offered = _pip("index", "versions", "--pre", "--ignore-requires-python", package).stdout
     available = re.search(r"Available versions: (.*)", offered)
     if listed is None or available is None:
         raise WheelError(f"{package}: pip lists no releases: {refusal.strip()[-300:]}")
     not_yanked = set(_versions(available[1]))
-    wanted = sorted(v for v in _versions(listed[1]) if v >= Version(lowest))
+    found = {*_versions(listed[1]), *_versions(ignored[1] if ignored else "")}
+    wanted = sorted(version for version in found if version >= Version(lowest))
     return [Release(package, version, version not in not_yanked) for version in wanted]
 
 

@@ -156,15 +156,21 @@ def test_a_matrix_without_the_marker_is_refused():
 class FakePip:
     """Answers as pip does for one package; writes wheels with the files it is given."""
 
-    def __init__(self, files):
+    #: Before pip 26 yanked releases stood among the candidates.
+    REFUSAL = (
+        "ERROR: Could not find a version that satisfies the requirement some==0.dev0 "
+        "(from versions: 0.9.0, 1.0.0, 1.1.0, 1.2.0rc1, bad-version)\n"
+    )
+
+    def __init__(self, files, refusal=REFUSAL):
         self.files = files
+        self.refusal = refusal
         self.downloads = []
 
     def __call__(self, *arguments):
         answer = {"args": arguments, "returncode": 0, "stdout": "", "stderr": ""}
         if arguments[-1].endswith("==0.dev0"):
-            candidates = "(from versions: 0.9.0, 1.0.0, 1.1.0, 1.2.0rc1, bad-version)"
-            answer.update(returncode=1, stderr=f"ERROR: Could not find a version {candidates}\n")
+            answer.update(returncode=1, stderr=self.refusal)
         elif arguments[0] == "index":
             answer["stdout"] = "some (1.1.0)\nAvailable versions: 1.2.0rc1, 1.1.0, 0.9.0\n"
         elif arguments[-1] in self.files:
@@ -179,8 +185,12 @@ class FakePip:
         return wheels.subprocess.CompletedProcess(**answer)
 
 
-def test_releases_are_listed_with_pre_releases_and_yanked_ones(monkeypatch):
-    monkeypatch.setattr(wheels, "_pip", FakePip({}))
+YANKED_APART = "ERROR: Ignored the following yanked versions: 0.8.0, 1.0.0\n" + FakePip.REFUSAL
+
+
+@pytest.mark.parametrize("refusal", [FakePip.REFUSAL, YANKED_APART.replace(" 1.0.0, 1.1", " 1.1")])
+def test_releases_are_listed_with_pre_releases_and_yanked_ones(monkeypatch, refusal):
+    monkeypatch.setattr(wheels, "_pip", FakePip({}, refusal))
     assert wheels.list_releases("some", "1.0.0") == [
         release("1.0.0", "some", yanked=True),
         release("1.1.0", "some"),
