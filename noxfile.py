@@ -24,12 +24,16 @@ TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113"]
 #: The release of torch that every row was seen to work with.
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
-ROW_SETTINGS = {"python", "torch", "bounds", "ci", "deep", "quantizers"}
-ROW_SETTINGS |= {"demo", "expected", "bench", "true_sizes"}
+ROW_SETTINGS = {
+    *("python", "torch", "bounds", "ci", "deep", "quantizers"),
+    *("demo", "expected", "bench", "true_sizes"),
+}
 
 #: What every cell shows; rows with `deep` run all of tests/release.
-CORE = ("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders")
-CORE += ("accelerate_callers", "kinds")
+CORE = (
+    *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
+    *("accelerate_callers", "kinds"),
+)
 #: Rows with `torch: false`: its planners cannot be imported.
 WITHOUT_TORCH = ("status", "probe", "without_torch")
 #: Rows with `quantizers` have others beside bitsandbytes installed.
@@ -162,8 +166,10 @@ def tests(row: Row) -> list[str]:
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
     if row.get("deep"):
         return [*warnings, "tests/release"]
-    parts = QUANTIZERS if row.get("quantizers") else CORE
-    parts = parts if row.get("torch", True) else WITHOUT_TORCH
+    if not row.get("torch", True):
+        parts = WITHOUT_TORCH
+    else:
+        parts = QUANTIZERS if row.get("quantizers") else CORE
     return [*warnings, *(f"tests/release/test_{part}.py" for part in parts)]
 
 

@@ -24,6 +24,10 @@ def installed(package):
 
 
 TRANSFORMERS = Version(installed("transformers") or "0")
+#: One release of each way to plan, and the newest ones: for what takes long and is alike in others.
+STANDS_FOR_OTHERS = TRANSFORMERS.release[:2] in {(4, 44), (4, 57), (5, 12)} or (
+    Version("5.24") <= TRANSFORMERS
+)
 
 
 def run(command, **environment):

@@ -6,6 +6,7 @@ import random
 import warnings
 
 from accelerate.utils.modeling import check_device_map
+from device_maps import covers
 
 
 def check_coverage(model, units, *, rounds=20):
@@ -32,10 +33,6 @@ def check_coverage(model, units, *, rounds=20):
                 assert [device_map[key] for key in covering] == [
                     placement[key_units[over[name][0]]]
                 ]
-
-
-def covers(key, name):
-    return key in ("", name) or name.startswith(f"{key}.")
 
 
 def random_placement(units, draw):

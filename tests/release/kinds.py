@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from device_maps import place
 from torch import nn
 
 K = 1000
@@ -88,11 +89,11 @@ def shared_module():
     return named(one=Block(linear(2), shared), two=Block(linear(2), shared), rest=Plain(1))
 
 
-def towers(count):
+def towers(count, leaf=linear):
     """Two towers; each layer of the one is to be tied to the same layer of the other."""
     return named(
-        left=Tower(*(linear(2) for _ in range(count))),
-        right=Tower(*(linear(2) for _ in range(count))),
+        left=Tower(*(leaf(2) for _ in range(count))),
+        right=Tower(*(leaf(2) for _ in range(count))),
     )
 
 
@@ -255,8 +256,3 @@ def blocks(kind, model):
     for name, module in model.named_modules():
         if type(module).__name__ in kind.classes and not kind.no_placement:
             yield [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
-
-
-def place(name, device_map):
-    keys = [key for key in device_map if key in ("", name) or name.startswith(f"{key}.")]
-    return device_map[max(keys, key=len)] if keys else None

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 import torch
 import transformers
 
+from bnb_dispatch_fix import rescue
+from bnb_dispatch_fix.simulation import replaced
+
 GENERATION = int(transformers.__version__.split(".")[0])
 HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 64, 128, 256, 3, 4
 
@@ -95,11 +98,8 @@ def watched(look):
         look(model, arguments)
         return installed(model, **arguments)
 
-    planner.infer_auto_device_map = spy
-    try:
+    with replaced(planner, "infer_auto_device_map", spy):
         yield
-    finally:
-        planner.infer_auto_device_map = installed
 
 
 @contextmanager
@@ -117,11 +117,21 @@ def quantizers(found):
         found.append(self)
         return installed(self, *args, **kwargs)
 
-    HfQuantizer.preprocess_model = spy
-    try:
+    with replaced(HfQuantizer, "preprocess_model", spy):
         yield
-    finally:
-        HfQuantizer.preprocess_model = installed
+
+
+@contextmanager
+def requests():
+    """What the shim reads of the planners' calls meanwhile, in a list."""
+    found, read = [], rescue._read
+
+    def spy(*call):
+        found.append(read(*call))
+        return found[-1]
+
+    with replaced(rescue, "_read", spy):
+        yield found
 
 
 def plan(

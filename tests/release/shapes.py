@@ -147,11 +147,11 @@ def quantization(bits=4, **changes):
     return BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, **changes)
 
 
-def quantizer(config=None):
-    """The 4-bit quantizer of the installed release, as it is when a model is planned."""
+def quantizer(config=None, pre_quantized=True):
+    """The quantizer of the installed release (4-bit), as it is when a model is planned."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    found = AutoHfQuantizer.from_config(config or quantization())
+    found = AutoHfQuantizer.from_config(config or quantization(), pre_quantized=pre_quantized)
     found.modules_to_not_convert = ["head"]
     return found
 

@@ -103,14 +103,7 @@ def test_load_checkpoint_and_dispatch_spills_without_the_shim_only(planned, stra
     assert set(planned(load_and_dispatch, strategy=strategy).values()) <= set(range(8))
 
 
-TOWERS = kinds.Kind(
-    lambda: kinds.named(
-        left=kinds.Tower(*(kinds.Plain(2) for _ in range(4))),
-        right=kinds.Tower(*(kinds.Plain(2) for _ in range(4))),
-    ),
-    {0: 5, 1: 5},
-    ties=kinds.pairs(4),
-)
+TOWERS = kinds.Kind(lambda: kinds.towers(4, kinds.Plain), {0: 5, 1: 5}, ties=kinds.pairs(4))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "sequential"])

@@ -17,13 +17,13 @@ import planned
 import shapes
 from packaging.version import Version
 
-from bnb_dispatch_fix import activate, deactivate, rescue
+from bnb_dispatch_fix import activate, deactivate
 from bnb_dispatch_fix.placement.budgets import (
     adds_unused,
     reserved_but_unused,
     usable_budgets,
 )
-from bnb_dispatch_fix.simulation import replaced, simulated_gpus
+from bnb_dispatch_fix.simulation import simulated_gpus
 
 RELEASE = Version(transformers.__version__).release
 ACCELERATE = Version(importlib.metadata.version("accelerate")).release
@@ -76,11 +76,7 @@ def both(checkpoint, max_memory, free, strategy):
     """
     names = {4: "accelerate.utils", 5: "transformers.integrations.accelerate"}
     get_max_memory = importlib.import_module(names[planned.GENERATION]).get_max_memory
-    seen, requests, read_request = [], [], rescue._read
-
-    def spy(*call):
-        requests.append(read_request(*call))
-        return requests[-1]
+    seen = []
 
     def look(model, quantizer, arguments):
         given = arguments["max_memory"]
@@ -100,7 +96,7 @@ def both(checkpoint, max_memory, free, strategy):
     def read(given):
         return get_max_memory(None if given is None else dict(given))
 
-    with simulated_gpus(free), replaced(rescue, "_read", spy):
+    with simulated_gpus(free), planned.requests() as requests:
         planned.plan(
             "opt",
             checkpoint,

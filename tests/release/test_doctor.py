@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from packaging.version import Version
+from cell import STANDS_FOR_OTHERS
 
 pytest.importorskip("torch", reason="its findings of torch are the subject")
 
-release_here = Version(importlib.metadata.version("transformers"))
-if not (release_here.release[:2] in {(4, 44), (4, 57), (5, 12)} or release_here >= Version("5.24")):
+if not STANDS_FOR_OTHERS:
     pytest.skip("it looks at the same things in every release", allow_module_level=True)
 
 #: A library that takes accelerate's function by name before the shim is imported.

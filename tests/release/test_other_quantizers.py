@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="plans real modules: needs torch")
@@ -13,9 +15,9 @@ import shapes
 if not shapes.HAS_PLANNER:
     pytest.skip("before 4.50 planning is a part of loading", allow_module_level=True)
 
-from transformers.quantizers.auto import AutoHfQuantizer
-
 import bnb_dispatch_fix
+
+importlib.import_module("transformers.quantizers.auto")  # before CUDA is pretended
 
 SHAPE = shapes.Shape(10_000, (5_000,) * 16, 10_000)  # its blocks stay 16-bit: 20,000 each
 IS_5 = shapes.TRANSFORMERS.major >= 5
@@ -55,12 +57,6 @@ def hopper(monkeypatch):
     bnb_dispatch_fix.deactivate()
 
 
-def quantizer(make):
-    found = AutoHfQuantizer.from_config(make(), pre_quantized=False)
-    found.modules_to_not_convert = ["head"]
-    return found
-
-
 def sizes(model, using):
     """Bytes by name, as the installed release counts them for this quantizer."""
     if IS_5:
@@ -76,7 +72,8 @@ def sizes(model, using):
 
 def plan(make, strategy="sequential"):
     """The outcome on two GPUs that hold it all, if nothing is kept back; bytes; what is usable."""
-    model, using = shapes.build(SHAPE, torch.nn.Linear), quantizer(make)
+    model = shapes.build(SHAPE, torch.nn.Linear)
+    using = shapes.quantizer(make(), pre_quantized=False)
     counted = sizes(model, using)
     share = float(using.adjust_max_memory({0: 1.0})[0])
     block, half = counted["layers.0"], counted["embed"] + 8 * counted["layers.0"]
@@ -111,7 +108,8 @@ def test_rescue_steps_in_where_the_quantizer_refuses(make, strategy):
 def test_budgets_are_corrected_for_every_quantizer(make):
     """Eight GPUs, each with room for either leaf: without #47211 all but the last stay empty."""
     shape = shapes.Shape(400_000, (1_000,) * 8, 400_000)
-    model, using = shapes.build(shape, torch.nn.Linear), quantizer(make)
+    model = shapes.build(shape, torch.nn.Linear)
+    using = shapes.quantizer(make(), pre_quantized=False)
     counted = sizes(model, using)
     share = float(using.adjust_max_memory({0: 1.0})[0])
     budget = int(max(counted["embed"], counted["head"]) * 1.3 / share)

@@ -9,6 +9,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes", reason="the models are quanti
 transformers = pytest.importorskip("transformers")
 
 import true_sizes
+from device_maps import on_devices
 from packaging.version import Version
 from shapes import SHARE
 
@@ -56,7 +57,7 @@ def test_planned_bytes_are_loaded_bytes_on_each_device(models, name, strategy):
         folder, {**dict.fromkeys(range(3), budget), "cpu": true_sizes.GIB}, strategy
     )
     assert outcome.loads_on_gpus, outcome
-    loaded = true_sizes.on_devices(tensors, outcome.device_map)
+    loaded = on_devices(tensors, outcome.device_map)
     assert sum(planned.values()) == pytest.approx(sum(tensors.values()), rel=0.01)
     assert planned == {gpu: pytest.approx(size, rel=0.01) for gpu, size in loaded.items()}
     assert all(size <= budget * SHARE for size in loaded.values())
@@ -70,16 +71,15 @@ def test_budgets_that_only_true_sizes_respect(models):
     bnb_dispatch_fix.deactivate()
     without, _ = true_sizes.plan(folder, max_memory)
     if IS_4:
-        loads = true_sizes.on_devices(tensors, without.device_map)
+        loads = on_devices(tensors, without.device_map)
         assert any(size > budget * SHARE for size in loads.values()), loads
     else:  # sizes are true there; what the planner makes of them is refused, or fits
         assert not without.loads_on_gpus or all(
-            size <= budget * SHARE
-            for size in true_sizes.on_devices(tensors, without.device_map).values()
+            size <= budget * SHARE for size in on_devices(tensors, without.device_map).values()
         )
     bnb_dispatch_fix.activate()
     found, planned = true_sizes.plan(folder, max_memory)
     assert found.loads_on_gpus, found
-    loads = true_sizes.on_devices(tensors, found.device_map)
+    loads = on_devices(tensors, found.device_map)
     assert all(size <= budget * SHARE for size in loads.values()), loads
     assert planned == {gpu: pytest.approx(size, rel=0.01) for gpu, size in loads.items()}

@@ -17,8 +17,10 @@ import logging
 import tempfile
 from pathlib import Path
 
+import planned
 import torch
 import transformers
+from device_maps import on_devices
 
 from bnb_dispatch_fix.simulation import outcome_of
 
@@ -47,10 +49,6 @@ def config_of(name):
         tie_word_embeddings=tied,
         architectures=[f"{family}ForCausalLM"],
     )
-
-
-def available(name):
-    return hasattr(transformers, f"{SHAPES[name][0]}ForCausalLM")
 
 
 def save(name, folder, weights=True):
@@ -114,16 +112,7 @@ def loaded_bytes(folder):
 
 def plan(folder, max_memory, strategy="auto"):
     """(outcome, planned bytes by device) of `from_pretrained` on simulated GPUs."""
-    from bnb_dispatch_fix import rescue
-
-    requests, read = [], rescue._read
-
-    def spy(*args):
-        requests.append(read(*args))
-        return requests[-1]
-
-    rescue._read = spy
-    try:
+    with planned.requests() as requests:
         outcome = outcome_of(
             lambda: transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -133,20 +122,9 @@ def plan(folder, max_memory, strategy="auto"):
                 torch_dtype=torch.float16,
             )
         )
-    finally:
-        rescue._read = read
     if outcome.device_map is None or not requests:
         return outcome, {}
     return outcome, requests[-1].units().loads(outcome.device_map)
-
-
-def on_devices(tensors, device_map):
-    """Bytes by device of tensors (name → bytes)."""
-    loads = {}
-    for name, size in tensors.items():
-        key = max((k for k in device_map if covers(k, name)), key=len)
-        loads[device_map[key]] = loads.get(device_map[key], 0) + size
-    return loads
 
 
 def with_all_layers(tensors, name):
@@ -158,10 +136,6 @@ def with_all_layers(tensors, name):
         for key, size in first.items()
     }
     return {**tensors, **layers}
-
-
-def covers(key, name):
-    return key in ("", name) or name.startswith(f"{key}.")
 
 
 # --- as a script ----------------------------------------------------------------------------
