@@ -6,24 +6,23 @@ called. Until one of the two is imported this costs next to nothing: everything 
 would be another file to read at every start: see tripwire.py.)
 """
 
-import os
 import sys
 
+from bnb_dispatch_fix.features import VERSION as __version__
+from bnb_dispatch_fix.features import is_off
 from bnb_dispatch_fix.tripwire import WIRE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Iterable, Mapping, Optional
 
-    from bnb_dispatch_fix.planning import Device, Plan
+    from bnb_dispatch_fix.placement.records import Device
+    from bnb_dispatch_fix.planning import Plan
     from bnb_dispatch_fix.states import Status
 
-__version__ = "0.1.0"
-__all__ = ["activate", "deactivate", "plan", "status"]
+__all__ = ["__version__", "activate", "deactivate", "plan", "status"]
 
 _TARGETS = ("transformers", "accelerate")
-#: Values of BNB_DISPATCH_FIX that switch everything off.
-OFF = ("off", "0", "false", "no", "none")
 
 
 def activate(features: "Optional[Iterable[str]]" = None, *, strict: bool = False) -> None:
@@ -41,7 +40,7 @@ def activate(features: "Optional[Iterable[str]]" = None, *, strict: bool = False
             missing here could not be applied; the message says which and why.
     """
     WIRE.disarm()  # what is asked for here is not to be overruled later
-    from bnb_dispatch_fix import activation
+    from bnb_dispatch_fix import activation  # heavy: only where there is something to patch
 
     activation.activate(features, strict)
 
@@ -53,7 +52,7 @@ def deactivate() -> None:
     through; `status()` names who is on top.
     """
     WIRE.disarm()
-    from bnb_dispatch_fix import activation
+    from bnb_dispatch_fix import activation  # heavy: only where there is something to patch
 
     activation.deactivate()
 
@@ -62,9 +61,16 @@ def status() -> "Status":
     """What is patched, what is not, and why; looked up now, nothing is imported for it."""
     if WIRE.armed:
         activate()
-    from bnb_dispatch_fix import activation
+    from bnb_dispatch_fix import activation  # heavy: only where there is something to patch
 
     return activation.status()
+
+
+def import_targets() -> None:
+    """Import every module here that has a function to patch, for `status()` of a new process."""
+    from bnb_dispatch_fix import activation  # as above
+
+    activation.import_targets()
 
 
 def plan(
@@ -92,7 +98,7 @@ def plan(
         bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
             transformers cannot build the model; a ValueError of one line.
     """
-    from bnb_dispatch_fix import planning
+    from bnb_dispatch_fix.planning import question as planning
 
     return planning.plan(
         model,
@@ -106,7 +112,7 @@ def plan(
 def _start() -> None:
     """Activate, or wait for the first import of a target; no exception leaves it."""
     try:
-        if os.environ.get("BNB_DISPATCH_FIX", "").strip().lower() in OFF:
+        if is_off():
             return
         if any(sys.modules.get(name) is not None for name in _TARGETS):
             _activate_quietly()

@@ -6,7 +6,6 @@ is imported, judged or hooked while its lock is held.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -15,9 +14,9 @@ import sys
 import threading
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
-import bnb_dispatch_fix
 from bnb_dispatch_fix import features as feature_switch
-from bnb_dispatch_fix.compat import (
+from bnb_dispatch_fix.features import VERSION
+from bnb_dispatch_fix.patching.matrix import (
     Matrix,
     MatrixError,
     Seam,
@@ -27,13 +26,19 @@ from bnb_dispatch_fix.compat import (
     load_matrix,
     missing_by_version,
 )
-from bnb_dispatch_fix.patches import Patch, describe, found_at, locate, original_of, wraps_ours
-from bnb_dispatch_fix.replacements import handler
+from bnb_dispatch_fix.patching.patches import (
+    Patch,
+    describe,
+    found_at,
+    locate,
+    original_of,
+    wraps_ours,
+)
+from bnb_dispatch_fix.patching.replacements import handler
+from bnb_dispatch_fix.patching.verdict import Verdict, judge
 from bnb_dispatch_fix.states import PatchStatus, Status
 from bnb_dispatch_fix.tripwire import WIRE, is_importing
-from bnb_dispatch_fix.verdict import Verdict, judge
-
-logger = logging.getLogger("bnb_dispatch_fix")
+from bnb_dispatch_fix.wording import log, log_text, one_line
 
 _NO_MATRIX = Matrix((), (), {})
 
@@ -71,7 +76,7 @@ class Switchboard:
             else switch.allowed & feature_switch.checked(features)
         )
         if switch.complaint and switch.complaint != self._complaint:
-            _log(logging.WARNING, "%s", switch.complaint)
+            log_text(logging.WARNING, switch.complaint)
         self._complaint = switch.complaint
         matrix = self._load()
         with self._lock:
@@ -103,7 +108,7 @@ class Switchboard:
         """Look at every seam now; imports nothing."""
         matrix = self._load()
         return Status(
-            version=bnb_dispatch_fix.__version__,
+            version=VERSION,
             features=tuple(name for name in feature_switch.FEATURES if name in feature_switch.on()),
             installed=installed_versions(),
             patches=tuple(self._look_safely_at(seam, matrix) for seam in _expected(matrix)),
@@ -120,7 +125,7 @@ class Switchboard:
             try:
                 importlib.import_module(seam.module)
             except Exception as error:
-                self._failures[seam.id] = f"importing {seam.module} failed: {_in_one_line(error)}"
+                self._failures[seam.id] = f"importing {seam.module} failed: {one_line(error)}"
 
     def _load(self) -> Matrix:
         """The matrix, read once; an empty one, and `_problem`, where it cannot be read."""
@@ -128,9 +133,9 @@ class Switchboard:
             try:
                 self._matrix, self._problem = load_matrix(), None
             except Exception as error:
-                problem = str(error) if isinstance(error, MatrixError) else _in_one_line(error)
+                problem = str(error) if isinstance(error, MatrixError) else one_line(error)
                 if self._problem is None:
-                    _log(logging.WARNING, "nothing is patched: %s", problem)
+                    log(logging.WARNING, "no matrix", problem)
                 self._problem = problem
         return self._matrix or _NO_MATRIX
 
@@ -144,13 +149,8 @@ class Switchboard:
                 if in_range(installed_version(seam.package), seam.versions):
                     self._patch(seam, module)
             except Exception as error:
-                self._failures[seam.id] = _in_one_line(error)
-                _log(
-                    logging.WARNING,
-                    "%s.%s is not patched: %s",
-                    *_names(seam),
-                    self._failures[seam.id],
-                )
+                self._failures[seam.id] = one_line(error)
+                log(logging.WARNING, "not patched", *_names(seam), self._failures[seam.id])
 
     def _patch(self, seam: Seam, module: Any) -> None:
         owner, attribute = locate(module, seam.attribute)
@@ -163,7 +163,7 @@ class Switchboard:
         verdict = judge(seam, self._load(), original)
         if verdict.state != "applied":
             if verdict.lacks and patch is None:
-                _log(logging.WARNING, "%s.%s is not patched: %s", *_names(seam), verdict.reason)
+                log(logging.WARNING, "not patched", *_names(seam), verdict.reason)
             return
         with self._lock:
             if not _on(seam):
@@ -202,7 +202,7 @@ class Switchboard:
         key = (seam.package, seam.implementation)
         level = logging.DEBUG if key in self._announced else logging.INFO
         self._announced.add(key)
-        _log(level, "patched %s.%s: %s", *_names(seam), reason)
+        log(level, "patched", *_names(seam), reason)
 
     def _raise_if_incomplete(self) -> None:
         found = self.status()
@@ -218,7 +218,7 @@ class Switchboard:
         try:
             return self._look_at(seam, matrix)
         except Exception as error:
-            return _found(seam, "failed", _in_one_line(error), missing=seam.fixes)
+            return _found(seam, "failed", one_line(error), missing=seam.fixes)
 
     def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
         """The state of one seam, judged by what stands under its name now."""
@@ -296,22 +296,7 @@ def _names(seam: Seam) -> Tuple[str, str]:
 
 
 def _report_failure(seam: Seam, error: BaseException) -> None:
-    _log(
-        logging.WARNING,
-        "the replacement of %s.%s failed, the installed function answered instead: %r",
-        *_names(seam),
-        error,
-    )
-
-
-def _log(level: int, message: str, *arguments: Any) -> None:
-    """Log; a handler that raises must not break an import or a plan."""
-    with contextlib.suppress(Exception):
-        logger.log(level, message, *arguments)
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    log(logging.WARNING, "replacement failed", *_names(seam), error)
 
 
 def _expected(matrix: Matrix) -> List[Seam]:

@@ -9,7 +9,9 @@ import sys
 from typing import Optional, Sequence
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import autoload, doctor, plan_command, runner
+from bnb_dispatch_fix.doctor import command as doctor_command
+from bnb_dispatch_fix.planning import command as plan_command
+from bnb_dispatch_fix.startup import autoload, runner
 from bnb_dispatch_fix.states import Status
 
 
@@ -48,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="the error without the shim, and the load with it")
     demo.set_defaults(run=_demo)
 
-    doctor.add_arguments(commands)
+    doctor_command.add_arguments(commands)
     plan_command.add_arguments(commands)
     autoload.add_arguments(commands)
     runner.add_arguments(commands)
@@ -56,13 +58,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from bnb_dispatch_fix import activation
-
     with contextlib.redirect_stdout(sys.stderr):  # old bitsandbytes print while imported
-        activation.import_targets()
+        bnb_dispatch_fix.import_targets()
     found = bnb_dispatch_fix.status()
     if arguments.json:
-        import json
+        import json  # for --json only
 
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -71,7 +71,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from bnb_dispatch_fix.demo import run_demo
+    from bnb_dispatch_fix.planning.demo import run_demo  # for this command only
 
     return run_demo()
 

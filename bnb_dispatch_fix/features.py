@@ -1,41 +1,54 @@
-"""The features and the environment variable that switches them."""
+"""The features, the environment variable that switches them, and the version.
 
-from __future__ import annotations
+Read at every start of a Python that imports the package: it imports nothing that is not loaded
+by then (see tripwire.py).
+"""
 
 import os
-import threading
-from contextlib import contextmanager
-from typing import FrozenSet, Iterable, Iterator, NamedTuple, Optional
+from _thread import _local
 
-from bnb_dispatch_fix import OFF
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import FrozenSet, Iterable, Optional, Tuple
 
+VERSION = "0.1.0"
 #: The environment variable; it also bounds what `activate(features)` can ask for.
 SWITCH = "BNB_DISPATCH_FIX"
 FEATURES = ("backport", "rescue", "explain")
+#: Values of BNB_DISPATCH_FIX that switch everything off.
+OFF = ("off", "0", "false", "no", "none")
 _ON = ("", "on", "1", "true", "yes", "all")
 
 
-class Switch(NamedTuple):
+class Switch:
     """What the environment allows; `complaint` names a typo and the valid values."""
 
-    text: str
-    allowed: FrozenSet[str]
-    complaint: Optional[str]
+    def __init__(
+        self, text: str, allowed: "FrozenSet[str]", complaint: "Optional[str]" = None
+    ) -> None:
+        self.text = text
+        self.allowed = allowed
+        self.complaint = complaint
+
+
+def is_off() -> bool:
+    """Whether BNB_DISPATCH_FIX switches everything off."""
+    return os.environ.get(SWITCH, "").strip().lower() in OFF
 
 
 def read_switch() -> Switch:
     """Read BNB_DISPATCH_FIX. A name that is no feature is left out; if none is left, it is on."""
     text = os.environ.get(SWITCH, "")
     value = text.strip().lower()
-    if value in OFF:
-        return Switch(text, frozenset(), None)
+    if is_off():
+        return Switch(text, frozenset())
     if value in _ON:
-        return Switch(text, frozenset(FEATURES), None)
+        return Switch(text, frozenset(FEATURES))
     names = frozenset(name.strip() for name in value.split(",") if name.strip())
     unknown = sorted(names.difference(FEATURES))
     known = names.intersection(FEATURES) or frozenset(FEATURES)
     if not unknown:
-        return Switch(text, known, None)
+        return Switch(text, known)
     return Switch(
         text,
         known,
@@ -44,7 +57,7 @@ def read_switch() -> Switch:
     )
 
 
-def checked(features: Iterable[str]) -> FrozenSet[str]:
+def checked(features: "Iterable[str]") -> "FrozenSet[str]":
     """The names as a set.
 
     Raises:
@@ -60,27 +73,31 @@ def checked(features: Iterable[str]) -> FrozenSet[str]:
     return names
 
 
-_on: FrozenSet[str] = frozenset()
-_thread = threading.local()
+_on: "FrozenSet[str]" = frozenset()
+_thread = _local()
 
 
-def on() -> FrozenSet[str]:
+def on() -> "FrozenSet[str]":
     """The features that are on for this thread now; every wrapper asks at every call."""
     return _on.difference(getattr(_thread, "off", ()))
 
 
-@contextmanager
-def without(feature: str) -> Iterator[None]:
+class without:  # noqa: N801  # reads as a statement: `with without("backport"):`
     """Switch one feature off for this thread, while the block runs."""
-    before = getattr(_thread, "off", ())
-    _thread.off = (*before, feature)
-    try:
-        yield
-    finally:
-        _thread.off = before
+
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
+        self._before: "Tuple[str, ...]" = ()
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "off", ())
+        _thread.off = (*self._before, self._feature)
+
+    def __exit__(self, *_: object) -> None:
+        _thread.off = self._before
 
 
-def switch_on(features: FrozenSet[str]) -> None:
+def switch_on(features: "FrozenSet[str]") -> None:
     """Make these the features that are on; all others are off."""
     global _on
     _on = features

@@ -1,1 +1,5 @@
-"""The corrected balanced budgets of #47203 and #47211, and their adapters to each generation."""
+"""The arithmetic of #47203, #47211 and #4083: what stands in for functions that lack them.
+
+A call of an installed function in, what the fixed release would answer out. Called through
+patching/, which decides where it may stand.
+"""

@@ -6,12 +6,12 @@ from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
 
 from bnb_dispatch_fix.backport.balanced import (
     Bytes,
-    Device,
     balanced_caps,
     largest_leaf_module,
     no_split_names,
 )
 from bnb_dispatch_fix.backport.transformers_v5 import largest_instance
+from bnb_dispatch_fix.placement.records import Device
 
 #: What must stand beside the installed function, and the parameters it must take.
 HELPERS = ("get_max_memory", "compute_module_sizes")

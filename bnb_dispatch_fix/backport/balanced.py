@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
-Device = Union[int, str]
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import HOST
+
 Bytes = Union[int, float]
 
 #: Headroom over the largest indivisible piece, as a factor (unchanged since accelerate 0.12).
 BUFFER_FACTOR = 1.25
 #: Share of a lone accelerator that is planned when the caller gave no `max_memory`.
 LONE_DEVICE_SHARE = 0.9
-#: Keys of `max_memory` that are no accelerator.
-OFFLOAD_TARGETS = ("cpu", "disk")
 
 
 def balanced_caps(
@@ -46,7 +46,7 @@ def balanced_caps(
         accelerator come back unchanged.
     """
     caps = dict(budgets)
-    accelerators = [d for d in caps if d not in OFFLOAD_TARGETS and caps[d] > 0]
+    accelerators = [d for d in caps if d not in HOST and caps[d] > 0]
     if not accelerators:
         return caps
     if len(accelerators) == 1:

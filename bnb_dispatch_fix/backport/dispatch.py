@@ -6,7 +6,7 @@ import inspect
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
-from bnb_dispatch_fix.probe import rebound
+from bnb_dispatch_fix.backport.rebound import rebound
 
 #: What the installed function must take, and what must stand beside it.
 PARAMETERS = ("model", "device_map", "main_device", "offload_dir", "offload_index")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
 
-from bnb_dispatch_fix.backport.balanced import Bytes, Device, balanced_caps, no_split_names
+from bnb_dispatch_fix.backport.balanced import Bytes, balanced_caps, no_split_names
+from bnb_dispatch_fix.placement.records import Device
 
 #: What must stand beside the installed function, and the parameters it must take.
 HELPERS = ("get_max_memory", "compute_module_sizes")

@@ -1,1 +1,4 @@
-"""From a model and budgets to a placement on the accelerators, or the proof that there is none."""
+"""Pure arithmetic: sized units and budgets in, a placement or a proof that there is none out.
+
+Imports nothing but the standard library; every other wing may call it.
+"""

@@ -64,7 +64,7 @@ def accelerate_planner() -> Optional[Callable[[List[Unit], Budgets], float]]:
         from accelerate import infer_auto_device_map
     except ImportError:
         return None
-    from bnb_dispatch_fix.simulation import simulated_gpus
+    from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
     def plan(units: List[Unit], budgets: Budgets) -> float:
         modules = [torch.nn.Module() for _ in units]

@@ -17,8 +17,8 @@ import transformers
 from accelerate.utils import CustomDtype
 from torch import nn
 
-from bnb_dispatch_fix.placement.sizers import call_sizer, sizer_for
-from bnb_dispatch_fix.placement.units import measure
+from bnb_dispatch_fix.model.sizers import call_sizer, sizer_for
+from bnb_dispatch_fix.model.units import measure
 
 LAYERS, EXPERTS, HIDDEN, FFN = 94, 128, 4096, 1536
 ROUNDS = 5

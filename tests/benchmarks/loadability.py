@@ -118,7 +118,7 @@ def plan(model, strategy, max_memory, quantizer):
     import torch
     from transformers.modeling_utils import _get_device_map
 
-    from bnb_dispatch_fix.simulation import simulated_gpus
+    from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
     old = (torch.float16, None) if hasattr(quantizer, "get_special_dtypes_update") else ()
     with simulated_gpus():

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from bnb_dispatch_fix.examples import DEFAULTS, EXAMPLES
+from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
 
 GENERATION = int(transformers.__version__.split(".")[0])
 

@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from bnb_dispatch_fix import autoload
+from bnb_dispatch_fix.startup import autoload
 
 PURELIB = Path(sysconfig.get_paths()["purelib"])
 #: What start-up files may cost, as a factor of the instructions of `python -c pass`.
@@ -168,7 +168,7 @@ def main() -> None:
     print(row("`python -c pass`, CPU time", *seconds, "seconds"))
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("bitsandbytes"):
         with tempfile.TemporaryDirectory() as folder:
-            from bnb_dispatch_fix import simulation
+            from bnb_dispatch_fix.planning import simulation
 
             simulation.build_checkpoint(folder)
             planning = PLANNING.format(folder=folder, budgets=BUDGETS)

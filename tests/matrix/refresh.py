@@ -17,7 +17,7 @@ import yaml
 from packaging.version import Version
 from wheels import Release, WheelError, default_cache, list_releases, read_members
 
-from bnb_dispatch_fix.recognition import fingerprint_text
+from bnb_dispatch_fix.patching.recognition import fingerprint_text
 
 MATRIX = Path(__file__).resolve().parents[2] / "compat_matrix.yaml"
 MARKER = "# --- written by `nox -s refresh`; do not edit below this line ---\n"

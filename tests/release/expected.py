@@ -17,7 +17,7 @@ import models
 import transformers
 from transformers.integrations.accelerate import compute_module_sizes, get_balanced_memory
 
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 DATA = Path(__file__).parent.parent / "data" / "caps_5.24.0.json"
 ABSENT = "NoSuchBlock"

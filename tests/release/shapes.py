@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
-from bnb_dispatch_fix.simulation import Outcome, outcome_of, simulated_gpus
+from bnb_dispatch_fix.planning.simulation import Outcome, outcome_of, simulated_gpus
 
 TRANSFORMERS = Version(importlib.metadata.version("transformers"))
 #: From here on planning is a function of its own; before, it is a part of `from_pretrained`.

@@ -22,8 +22,8 @@ from accelerate.utils import BnbQuantizationConfig
 from shapes import LISTED, MIB, STRATEGIES, Shape
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.patches import PatchedFunction
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.patching.patches import PatchedFunction
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 REFUSAL = "Some modules are dispatched on the CPU or the disk"
 #: "tiny" of models.py takes 2.6 MiB, in 4-bit 2.2; embedding and head are 1 MiB each.

@@ -18,12 +18,12 @@ import shapes
 from packaging.version import Version
 
 from bnb_dispatch_fix import activate, deactivate
-from bnb_dispatch_fix.placement.budgets import (
+from bnb_dispatch_fix.model.budgets import (
     adds_unused,
     reserved_but_unused,
     usable_budgets,
 )
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 RELEASE = Version(transformers.__version__).release
 ACCELERATE = Version(importlib.metadata.version("accelerate")).release

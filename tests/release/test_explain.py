@@ -20,7 +20,7 @@ from shapes import SHARE, TRANSFORMERS, Shape
 from transformers import BitsAndBytesConfig
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.simulation import build_checkpoint, outcome_of
+from bnb_dispatch_fix.planning.simulation import build_checkpoint, outcome_of
 
 GIB = 2**30
 REFUSAL = "Some modules are dispatched on the CPU or the disk"
@@ -267,7 +267,7 @@ def test_a_placement_that_rescue_would_have_made(monkeypatch):
 
 
 def test_a_model_that_loads_is_not_looked_at(monkeypatch):
-    from bnb_dispatch_fix import diagnosis
+    from bnb_dispatch_fix.explain import refusal as diagnosis
 
     monkeypatch.setattr(diagnosis, "lines", lambda *_: pytest.fail("explained without an error"))
     outcome = load(ONE_T4, max_memory={0: "20GiB", "cpu": "12GiB"})

@@ -88,8 +88,8 @@ def test_from_pretrained_with_one_key(answers, weights):
 def test_the_probe_agrees_with_the_release():
     from accelerate import big_modeling
 
-    from bnb_dispatch_fix.patches import original_of
-    from bnb_dispatch_fix.probe_disk import probe_whole_disk
+    from bnb_dispatch_fix.patching.patches import original_of
+    from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
 
     probe = probe_whole_disk(original_of(big_modeling.dispatch_model))
     if ACCELERATE >= UPSTREAM:
@@ -101,8 +101,8 @@ def test_the_probe_agrees_with_the_release():
 def test_the_probe_is_silent(caplog, capfd):
     from accelerate import big_modeling
 
-    from bnb_dispatch_fix.patches import original_of
-    from bnb_dispatch_fix.probe_disk import probe_whole_disk
+    from bnb_dispatch_fix.patching.patches import original_of
+    from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
 
     probe_whole_disk(original_of(big_modeling.dispatch_model))
     assert caplog.text == ""
@@ -111,7 +111,7 @@ def test_the_probe_is_silent(caplog, capfd):
 
 @pytest.mark.parametrize("answer", ["raises", "returns"])
 def test_a_function_that_does_something_else_is_undecided(answer):
-    from bnb_dispatch_fix.probe_disk import probe_whole_disk
+    from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
 
     def other(model, device_map, offload_index=None):
         if answer == "raises":
@@ -173,7 +173,7 @@ def test_the_caller_keeps_the_main_device_and_the_index():
 WHY = """
 import json, logging, sys, tempfile
 import bnb_dispatch_fix, transformers
-from bnb_dispatch_fix.simulation import build_checkpoint
+from bnb_dispatch_fix.planning.simulation import build_checkpoint
 lines = []
 class Keep(logging.Handler):
     def emit(self, record):

@@ -32,7 +32,7 @@ answer = answers.append
 STATES = "{patch.id: [patch.state, patch.fixes] for patch in shim.status().patches}"
 
 def stored():
-    from bnb_dispatch_fix.patches import found_at, locate
+    from bnb_dispatch_fix.patching.patches import found_at, locate
     return {
         patch.id: found_at(*locate(sys.modules[patch.module], patch.attribute))
         for patch in shim.status().patches if patch.module in sys.modules

@@ -21,7 +21,7 @@ from cell import TRANSFORMERS
 from packaging.version import Version
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 DATA = Path(__file__).parent.parent / "data" / "caps_5.24.0.json"
 CASES = json.loads(DATA.read_text("utf-8"))["cases"]

@@ -22,7 +22,7 @@ from accelerate.utils import CustomDtype
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import activation
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 #: accelerate 0.20 leaves GPU 0 empty under low_zero even where the model then fits nowhere, and
 #: divides by zero where there is no other accelerator; there the shim does what 0.21 does.

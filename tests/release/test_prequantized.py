@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from shapes import MIB
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.placement.sizers import sizer_for
-from bnb_dispatch_fix.placement.units import measure
-from bnb_dispatch_fix.simulation import outcome_of
+from bnb_dispatch_fix.model.sizers import sizer_for
+from bnb_dispatch_fix.model.units import measure
+from bnb_dispatch_fix.planning.simulation import outcome_of
 
 if not shapes.HAS_PLANNER:
     pytest.skip("before 4.50 planning is a part of loading", allow_module_level=True)

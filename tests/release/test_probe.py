@@ -18,11 +18,11 @@ import pytest
 import wrapt
 from packaging.version import Version
 
-from bnb_dispatch_fix.compat import load_matrix
-from bnb_dispatch_fix.patches import original_of
-from bnb_dispatch_fix.probe import probe_balanced_fault, signature_mismatch
-from bnb_dispatch_fix.recognition import fingerprint_text, source_fingerprint
-from bnb_dispatch_fix.verdict import judge
+from bnb_dispatch_fix.patching.matrix import load_matrix
+from bnb_dispatch_fix.patching.patches import original_of
+from bnb_dispatch_fix.patching.probe import probe_balanced_fault, signature_mismatch
+from bnb_dispatch_fix.patching.recognition import fingerprint_text, source_fingerprint
+from bnb_dispatch_fix.patching.verdict import judge
 
 #: PR -> first release with it; no accelerate release has either.
 FIXED_IN = {"transformers": {47203: "5.14.0", 47211: "5.18.0"}, "accelerate": {}}

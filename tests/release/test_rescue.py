@@ -15,7 +15,7 @@ from packaging.version import Version
 from shapes import LISTED, SHARE, STRATEGIES, Shape
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import rescue
+from bnb_dispatch_fix.wrappers import planners as rescue
 
 #: 4.30 counts embedding and head as 4-bit, later 4.x only the embedding.
 COUNTS_THE_HEAD = Version("4.31.0") <= shapes.TRANSFORMERS

@@ -10,8 +10,8 @@ pytest.importorskip("accelerate", reason="accelerate says which maps it accepts"
 from coverage_of import check_coverage
 from torch import nn
 
-from bnb_dispatch_fix.placement.sizers import sizer_for
-from bnb_dispatch_fix.placement.units import measure
+from bnb_dispatch_fix.model.sizers import sizer_for
+from bnb_dispatch_fix.model.units import measure
 
 
 class Block(nn.Module):

@@ -13,9 +13,9 @@ from coverage_of import check_coverage
 from packaging.version import Version
 from planned import EXPERTS, FAMILIES, FFN, GENERATION, HIDDEN, LAYERS, VOCABULARY
 
-from bnb_dispatch_fix.placement.sizers import call_sizer, sizer_for
-from bnb_dispatch_fix.placement.units import measure
-from bnb_dispatch_fix.simulation import simulated_gpus
+from bnb_dispatch_fix.model.sizers import call_sizer, sizer_for
+from bnb_dispatch_fix.model.units import measure
+from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
 LOADS_ON_CPU = Version(bitsandbytes.__version__) >= Version("0.49")
 HALF = torch.float16

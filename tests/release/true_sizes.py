@@ -22,7 +22,7 @@ import torch
 import transformers
 from device_maps import on_devices
 
-from bnb_dispatch_fix.simulation import outcome_of
+from bnb_dispatch_fix.planning.simulation import outcome_of
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.recognition import fingerprint_text
+from bnb_dispatch_fix.patching.recognition import fingerprint_text
 
 PLANNER = "transformers.integrations.accelerate"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bnb_dispatch_fix.planning import DeviceLoad, Part, Plan, Run
+from bnb_dispatch_fix.planning.question import DeviceLoad, Part, Plan, Run
 
 GIB = 2**30
 EMBED = Part("model.embed_tokens", GIB, 0)

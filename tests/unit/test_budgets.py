@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.placement.budgets import (
+from bnb_dispatch_fix.model.budgets import (
     UNLIMITED,
     adds_unused,
     usable_budgets,

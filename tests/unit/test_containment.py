@@ -9,7 +9,7 @@ import pytest
 import yaml
 from fakes import PLAN, fake_packages, finished_python, run_python, shim_folder, write_files
 
-from bnb_dispatch_fix import compat
+from bnb_dispatch_fix.patching import matrix as compat
 
 SHIM = "import bnb_dispatch_fix\n" + PLAN
 CHECK = "\nprint(plan(), bnb_dispatch_fix.status().problem, state())"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.placement.device_map import ancestors, compact
+from bnb_dispatch_fix.model.device_map import ancestors, compact
 
 
 def test_ancestors():

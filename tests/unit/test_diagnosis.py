@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix import arguments, diagnosis, notes, offload_disk, recipes
-from bnb_dispatch_fix.legacy import Load
+from bnb_dispatch_fix.explain import arguments, refusal as diagnosis, notes, offload_disk, recipes
+from bnb_dispatch_fix.wrappers.loading import Load
 
 GIB = 2**30
 HAS_NOTES = hasattr(BaseException, "add_note")

@@ -11,11 +11,13 @@ import types
 import pytest
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import autoload, bystanders, doctor, surroundings
+from bnb_dispatch_fix.startup import autoload
+from bnb_dispatch_fix.patching import bystanders
+from bnb_dispatch_fix.doctor import checks as doctor, surroundings
 from bnb_dispatch_fix.cli import main
-from bnb_dispatch_fix.patches import Patch
+from bnb_dispatch_fix.patching.patches import Patch
 from bnb_dispatch_fix.states import PatchStatus, Status
-from bnb_dispatch_fix.surroundings import Answer
+from bnb_dispatch_fix.doctor.surroundings import Answer
 
 GIB = 2**30
 GPU = {"id": 0, "name": "NVIDIA X", "free": 22 * GIB, "total": 24 * GIB}

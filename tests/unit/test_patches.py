@@ -11,7 +11,7 @@ import types
 import pytest
 import wrapt
 
-from bnb_dispatch_fix.patches import (
+from bnb_dispatch_fix.patching.patches import (
     Patch,
     describe,
     found_at,

@@ -12,12 +12,13 @@ import plans
 import pytest
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix import plan_command, planning, surroundings
+from bnb_dispatch_fix.planning import command as plan_command, question as planning
+from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.cli import main
-from bnb_dispatch_fix.examples import EXAMPLES
-from bnb_dispatch_fix.plan_command import Spinner, parse_budgets, parse_size
-from bnb_dispatch_fix.planning import PlanError
-from bnb_dispatch_fix.surroundings import Answer
+from bnb_dispatch_fix.planning.examples import EXAMPLES
+from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
+from bnb_dispatch_fix.planning.question import PlanError
+from bnb_dispatch_fix.doctor.surroundings import Answer
 
 GIB = 2**30
 

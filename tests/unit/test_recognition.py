@@ -17,8 +17,8 @@ from textwrap import dedent
 import pytest
 import wrapt
 
-from bnb_dispatch_fix import recognition
-from bnb_dispatch_fix.recognition import fingerprint_text, source_fingerprint
+from bnb_dispatch_fix.patching import recognition
+from bnb_dispatch_fix.patching.recognition import fingerprint_text, source_fingerprint
 
 PLAIN = dedent('''\
     def target(model, low_zero=False):

@@ -11,11 +11,12 @@ from html.parser import HTMLParser
 import plans
 import pytest
 
-from bnb_dispatch_fix import layout, picture, report
-from bnb_dispatch_fix.placement.budgets import Budgets
+from bnb_dispatch_fix.model import layout
+from bnb_dispatch_fix.planning import html as picture, terminal as report
+from bnb_dispatch_fix.model.budgets import Budgets
 from bnb_dispatch_fix.placement.certificates import TotalTooLarge
 from bnb_dispatch_fix.placement.packing import GaveUp, Impossible, Unit
-from bnb_dispatch_fix.placement.units import UnitFacts, Units
+from bnb_dispatch_fix.model.units import UnitFacts, Units
 
 GIB = 2**30
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from fakes import fake_packages, finished_python, write_files
 
-from bnb_dispatch_fix import cli, runner
+from bnb_dispatch_fix import cli
+from bnb_dispatch_fix.startup import runner
 
 PROGRAM = """
 import os, sys

@@ -1,0 +1,39 @@
+"""`bnb-dispatch-fix doctor`: the command line of `doctor.examine`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+from bnb_dispatch_fix.doctor import surroundings
+from bnb_dispatch_fix.doctor.checks import examine
+from bnb_dispatch_fix.doctor.findings import as_text
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add `doctor` to the command line."""
+    parser = subparsers.add_parser("doctor", help="what keeps a quantized model from its GPUs here")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=surroundings.TIMEOUT,
+        metavar="SECONDS",
+        help="when an import counts as one that hangs (default: %(default)g)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the checkup; 1 where it has an ERROR, else 0."""
+    with contextlib.redirect_stdout(sys.stderr):  # old bitsandbytes print while imported
+        checkup = examine(arguments.timeout)
+    if arguments.json:
+        print(json.dumps(checkup.as_dict(), indent=2))
+    else:
+        print(as_text(checkup, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return 0 if checkup.healthy else 1

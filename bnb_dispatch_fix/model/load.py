@@ -1,0 +1,123 @@
+"""What a running `from_pretrained` was asked, per thread, and what became of it.
+
+transformers 4.30-4.49 plan inside it: the planner sees budgets that were balanced and reduced
+before, so it needs the caller's own. In every release an error that is raised later, about the
+map or an argument, is explained with what was noted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+
+from bnb_dispatch_fix.backport.balanced import no_split_names
+from bnb_dispatch_fix.model.budgets import BITSANDBYTES_SHARE
+from bnb_dispatch_fix.model.requests import Request, copied, lone_share
+from bnb_dispatch_fix.model.sizers import call_sizer
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import STRATEGIES
+
+
+class Load:
+    """One running `from_pretrained`: its arguments, and what became of them at the planner.
+
+    `max_memory` is None where it was not given; `outcome` is the exact search's, None where
+    nobody looked.
+    """
+
+    def __init__(self, device_map: Any, max_memory: Any) -> None:
+        self.device_map = device_map
+        self.max_memory = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
+        self.request: Optional[Request] = None
+        self.outcome: Any = None
+        self.planned: Any = None
+
+    @property
+    def strategy(self) -> Optional[str]:
+        """The strategy asked for; None where `device_map` is something else."""
+        asked = self.device_map
+        return asked if isinstance(asked, str) and asked in STRATEGIES else None
+
+
+class _Loads(threading.local):
+    def __init__(self) -> None:
+        self.running: List[Load] = []
+
+
+_loads = _Loads()
+
+
+class _Quantizer(NamedTuple):
+    """Stands for the `HfQuantizer` that the planner is not given; knows its configuration."""
+
+    quantization_config: Any
+
+
+@contextmanager
+def running(load: Load) -> Iterator[None]:
+    """Note what this thread loads while the block runs."""
+    _loads.running.append(load)
+    try:
+        yield
+    finally:
+        _loads.running.pop()
+
+
+def is_loading() -> bool:
+    """Whether a `from_pretrained` runs in this thread."""
+    return bool(_loads.running)
+
+
+def remember(request: Request, outcome: Any, planned: Any) -> None:
+    """Note what a planner was asked and answered, for the `from_pretrained` around it."""
+    if _loads.running:
+        load = _loads.running[-1]
+        load.request, load.outcome, load.planned = request, outcome, planned
+
+
+def read_request(
+    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Optional[Request]:
+    """The request in a call of `infer_auto_device_map` under a noted `from_pretrained`."""
+    load = _loads.running[-1] if _loads.running else None
+    if load is None or load.strategy is None:
+        return None
+    given = inspect.signature(installed).bind(*args, **kwargs).arguments
+    model = given["model"]
+    get_max_memory = installed.__globals__["get_max_memory"]
+    share = _share_left(load.max_memory, given.get("max_memory"), get_max_memory)
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    quantizer = None if config is None else _Quantizer(config)
+    return Request(
+        model=model,
+        strategy=load.strategy,
+        max_memory=load.max_memory,
+        no_split=frozenset(no_split_names(given.get("no_split_module_classes"))),
+        quantizer=quantizer,
+        get_max_memory=get_max_memory,
+        adjust=lambda budgets: {device: size * share for device, size in budgets.items()},
+        sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes"), quantizer),
+        lone_share=lone_share(load.strategy),
+    )
+
+
+def _share_left(
+    asked: Optional[Mapping[Device, Any]],
+    seen: Optional[Mapping[Device, Any]],
+    get_max_memory: Callable[..., Dict[Device, Any]],
+) -> float:
+    """The part of every budget that the quantizer left, read off a budget nobody balanced.
+
+    Balancing keeps the last accelerator's budget as it is. Free memory is not the same when
+    read again, so without `max_memory` it is the tenth that bitsandbytes takes since 4.33.
+    """
+    if asked is None or seen is None:
+        return BITSANDBYTES_SHARE
+    budgets = get_max_memory(copied(asked))
+    numbered = [d for d in budgets if isinstance(d, int) and budgets[d] > 0 and d in seen]
+    if not numbered:
+        return 1.0
+    last = max(numbered)
+    return round(min(1.0, float(seen[last] / budgets[last])), 6)

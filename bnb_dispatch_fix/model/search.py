@@ -1,0 +1,57 @@
+"""The exact search for a request: is there a placement within the caller's budgets, and which."""
+
+from __future__ import annotations
+
+from typing import Dict, Mapping, NamedTuple, Optional, Union
+
+from bnb_dispatch_fix.model.budgets import Budgets
+from bnb_dispatch_fix.model.machine import accelerators_seen
+from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.units import Units
+from bnb_dispatch_fix.placement.packing import pack
+from bnb_dispatch_fix.placement.records import (
+    Device,
+    GaveUp,
+    Impossible,
+    Placement,
+    device_order,
+)
+from bnb_dispatch_fix.wording import HOST
+
+
+class Outcome(NamedTuple):
+    """What the exact search found for a request; `device_map` is None unless it is placed."""
+
+    result: Union[Placement, Impossible, GaveUp]
+    units: Units
+    budgets: Budgets
+    device_map: Optional[Dict[str, Device]]
+
+
+def search(request: Request) -> Outcome:
+    """Search a placement on the accelerators within the caller's own budgets.
+
+    Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
+    """
+    budgets = request.budgets()
+    usable = budgets.accelerators
+    low_zero = request.strategy == "balanced_low_0" and len(usable) > 1
+    fill_last = device_order(usable)[0] if low_zero else None
+    for left_out in [(), request.no_placement] if request.no_placement else [()]:
+        units = request.units(left_out)
+        result = pack(units.units, usable, fill_last=fill_last)
+        if isinstance(result, Placement):
+            return Outcome(result, units, budgets, units.device_map(result.devices))
+    return Outcome(result, units, budgets, None)
+
+
+def offloads(device_map: Mapping[str, Device]) -> bool:
+    """Whether a device map leaves modules to the CPU or the disk though accelerators are there.
+
+    A map without any accelerator is right on a machine that has none; budgets may name one even
+    there.
+    """
+    places = {str(device) for device in device_map.values()}
+    if places <= set(HOST):
+        return accelerators_seen() > 0
+    return not places.isdisjoint(HOST)

@@ -1,0 +1,236 @@
+"""`compat_matrix.yaml` as typed records, and the versions that are installed here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+
+import yaml
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from bnb_dispatch_fix.features import FEATURES
+
+#: The one schema this release of the shim reads.
+SCHEMA = 1
+#: The packages the shim looks at, in the order they are shown.
+PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
+#: A larger matrix is not ours (bytes); the released one has about 20 kB.
+SIZE_LIMIT = 1_000_000
+#: So is one that nests more; the released one has 5 levels.
+DEPTH_LIMIT = 16
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class MatrixError(ValueError):
+    """The matrix cannot be used; the message names the file, what was expected and found."""
+
+
+class Fix(NamedTuple):
+    """An upstream change and the first release of `package` that has it."""
+
+    pr: int
+    package: str
+    first: str
+    what: str
+
+
+class Seam(NamedTuple):
+    """One name that is called: where it is, what stands behind it, what may be missing there."""
+
+    id: str
+    features: Tuple[str, ...]
+    package: str
+    versions: str
+    module: str
+    attribute: str
+    implementation: str
+    fixes: Tuple[int, ...]
+
+
+class Implementation(NamedTuple):
+    """One known body of a function and the fixes it lacks."""
+
+    fingerprint: str
+    lacks: Tuple[int, ...]
+    releases: Tuple[str, ...]
+
+
+class Matrix(NamedTuple):
+    """The whole file. `implementations` maps a function's key to its known bodies."""
+
+    fixes: Tuple[Fix, ...]
+    seams: Tuple[Seam, ...]
+    implementations: Dict[str, Tuple[Implementation, ...]]
+
+    def known(self, key: str, fingerprint: Optional[str]) -> Optional[Implementation]:
+        """The known body of function `key` with this fingerprint, or None."""
+        for body in self.implementations.get(key, ()):
+            if body.fingerprint == fingerprint:
+                return body
+        return None
+
+    def packages(self) -> Tuple[str, ...]:
+        """The packages whose modules are patched, each once."""
+        return tuple(dict.fromkeys(seam.package for seam in self.seams))
+
+
+def matrix_path() -> Path:
+    """The matrix inside the installed package, or at the top of a source checkout."""
+    package = Path(__file__).absolute().parent.parent
+    shipped = package / "compat_matrix.yaml"
+    at_the_top = package.resolve().parent / "compat_matrix.yaml"
+    return at_the_top if at_the_top.exists() and not shipped.exists() else shipped
+
+
+def load_matrix(path: Optional[Path] = None) -> Matrix:
+    """Read the matrix.
+
+    Raises:
+        MatrixError: the file is missing, too large, not YAML, of another schema or incomplete.
+    """
+    path = matrix_path() if path is None else path
+    try:
+        raw = _read(path)
+    except OSError as error:
+        raise MatrixError(
+            f"{path}: cannot be read ({error}); reinstall bnb-dispatch-fix"
+        ) from error
+    if len(raw) > SIZE_LIMIT:
+        raise MatrixError(f"{path}: larger than {SIZE_LIMIT} bytes; reinstall bnb-dispatch-fix")
+    try:
+        _check_structure(raw)
+        data = yaml.load(raw, Loader=_LOADER)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise MatrixError(
+            f"{path}: no usable YAML ({_short(error)}); reinstall bnb-dispatch-fix"
+        ) from error
+    try:
+        return _parse(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MatrixError(
+            f"{path}: expected schema {SCHEMA} with fixes, seams and implementations, "
+            f"found {type(error).__name__}: {_short(error)}; reinstall bnb-dispatch-fix"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    """The file, or the part of it that shows it is too large; also out of a zipped package."""
+    archive = getattr(__spec__.loader if __spec__ else None, "archive", None)
+    if archive is not None and str(path).startswith(archive):
+        return bytes(__spec__.loader.get_data(str(path)))  # type: ignore[union-attr]
+    with path.open("rb") as stream:
+        return stream.read(SIZE_LIMIT + 1)
+
+
+def _check_structure(raw: bytes) -> None:
+    """Refuse what would grow when it is read (aliases), or recurse too deeply for the C loader."""
+    depth = 0
+    for event in yaml.parse(raw, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has aliases")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH_LIMIT:
+            raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
+
+
+def _short(error: Exception) -> str:
+    """One line; an error may quote the file, whatever that is."""
+    return " ".join(str(error)[:400].split())
+
+
+def _parse(data: Any) -> Matrix:
+    if not isinstance(data, Mapping):
+        raise TypeError("the top level is no mapping")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema {data.get('schema')!r}")
+    seams = tuple(_seam(entry) for entry in data["seams"])
+    if len({seam.id for seam in seams}) != len(seams):
+        raise ValueError("two seams share an id")
+    return Matrix(
+        fixes=tuple(
+            Fix(int(e["pr"]), str(e["package"]), str(e["first"]), str(e["what"]))
+            for e in data["fixes"]
+        ),
+        seams=seams,
+        implementations={
+            str(key): tuple(
+                Implementation(
+                    str(body["fingerprint"]),
+                    tuple(int(pr) for pr in body["lacks"]),
+                    tuple(str(r) for r in body["releases"]),
+                )
+                for body in bodies
+            )
+            for key, bodies in data["implementations"].items()
+        },
+    )
+
+
+def _seam(entry: Mapping[str, Any]) -> Seam:
+    lists = ("features", "fixes")
+    texts = {field: entry[field] for field in Seam._fields if field not in lists}
+    for field, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"seam {entry.get('id')!r}: {field} is no text")
+    if not isinstance(entry["features"], list) or not set(entry["features"]) <= set(FEATURES):
+        raise ValueError(f"seam {entry['id']!r}: features {entry['features']!r}")
+    SpecifierSet(entry["versions"])  # InvalidSpecifier is a ValueError
+    return Seam(
+        features=tuple(str(feature) for feature in entry["features"]),
+        fixes=tuple(int(pr) for pr in entry["fixes"]),
+        **texts,
+    )
+
+
+def installed_version(package: str) -> Optional[str]:
+    """The version of `package` here, None where it is not installed.
+
+    The module that is loaded decides (a vendored copy may have no metadata); nothing is imported.
+    """
+    loaded = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(loaded, str):
+        return loaded
+    try:
+        version: Any = importlib.metadata.version(package)
+    except Exception:  # not there, or its metadata cannot be read
+        return None
+    return version if isinstance(version, str) else None
+
+
+def installed_versions() -> Dict[str, Optional[str]]:
+    """Version, or None, of each package the shim looks at."""
+    return {package: installed_version(package) for package in PACKAGES}
+
+
+def in_range(version: Optional[str], versions: str) -> bool:
+    """Whether a version, pre-releases included, is in a range; an unreadable one always is.
+
+    A version nobody can read does not decide: the code behind the name does.
+    """
+    try:
+        return version is None or SpecifierSet(versions).contains(
+            Version(version), prereleases=True
+        )
+    except (InvalidVersion, InvalidSpecifier):
+        return True
+
+
+def missing_by_version(matrix: Matrix, seam: Seam, version: Optional[str]) -> Tuple[int, ...]:
+    """The fixes of a seam that its package's version lacks, going by the matrix alone.
+
+    A fix of another package than the one whose code stands there is in no release of it.
+    """
+    home = seam.implementation.partition(".")[0]
+    if home != seam.package:
+        version = installed_version(home)
+    released = {
+        fix.pr
+        for fix in matrix.fixes
+        if fix.package == home and version is not None and in_range(version, f">={fix.first}")
+    }
+    return tuple(pr for pr in seam.fixes if pr not in released)

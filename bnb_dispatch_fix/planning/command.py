@@ -1,0 +1,207 @@
+"""`bnb-dispatch-fix plan`: the command line of `bnb_dispatch_fix.plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
+from bnb_dispatch_fix.planning.question import free_memory, rehearse
+from bnb_dispatch_fix.planning.records import Plan, PlanError
+from bnb_dispatch_fix.wording import STRATEGIES, bytes_in
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_QUANTIZATION: Dict[str, Optional[Dict[str, Any]]] = {
+    "4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "8": {"load_in_8bit": True},
+    "16": None,
+}
+#: Seconds before a spinner appears.
+_PATIENCE = 1.0
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Add `plan` to the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="where a model would go, without its weights and without a GPU",
+        usage="%(prog)s (MODEL | --example NAME) [--max-memory BUDGETS] [options]",
+        description="Exit code 0: it fits on the accelerators; 1: it does not; 2: bad arguments.",
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="checkpoint folder or config.json"
+    )
+    parser.add_argument("--example", choices=sorted(EXAMPLES), help="a well-known model instead")
+    parser.add_argument(
+        "--bits", choices=sorted(_QUANTIZATION), help="4 (nf4) or 8 with bitsandbytes, or 16"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of what is not quantized")
+    parser.add_argument(
+        "--max-memory",
+        metavar="BUDGETS",
+        help="such as 8x3GiB,cpu=60GiB or 0=22GiB,1=2GiB; default: what is free here",
+    )
+    parser.add_argument("--device-map", choices=STRATEGIES, default="auto", help="the strategy")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a picture to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print; 0 where it fits, 1 where it does not, 2 for bad arguments (one line)."""
+    spinner = Spinner(arguments.example or arguments.model, sys.stderr)
+    try:
+        plan = rehearse(job(arguments), spinner.turn)
+        spinner.clear()
+        if arguments.html is not None:
+            _write_picture(plan, arguments.html)
+    except PlanError as error:
+        spinner.clear()
+        print(f"bnb-dispatch-fix plan: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        from bnb_dispatch_fix.planning.terminal import print_plan  # not for --json
+
+        print_plan(plan, sys.stdout)
+    return 0 if plan.fits else 1
+
+
+def _write_picture(plan: Plan, path: Path) -> None:
+    from bnb_dispatch_fix.planning.picture import as_html  # for --html only
+
+    try:
+        path.write_text(as_html(plan), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--html {path}: cannot be written ({error.strerror})") from error
+
+
+def job(arguments: argparse.Namespace) -> Dict[str, Any]:
+    """The job for `planning.rehearse`.
+
+    Raises:
+        PlanError: arguments that cannot be used; one line.
+    """
+    found = _model(arguments.model, arguments.example)
+    own = found.pop("quantized", False)
+    bits = arguments.bits or ("16" if own else "4")
+    found.update(
+        strategy=arguments.device_map,
+        dtype=arguments.dtype,
+        quantization=_QUANTIZATION[bits],
+        max_memory=None,
+    )
+    if arguments.max_memory is None:
+        found["free"] = free_memory()
+    else:
+        found["max_memory"] = parse_budgets(arguments.max_memory)
+    return found
+
+
+def _model(model: Optional[str], example: Optional[str]) -> Dict[str, Any]:
+    if (model is None) == (example is None):
+        raise PlanError(
+            "expected one of MODEL (a checkpoint folder or a config.json) and --example NAME"
+        )
+    if example is not None:
+        chosen = EXAMPLES[example]
+        config = {**DEFAULTS, **chosen.config}
+        return {"config": config, "since": chosen.since, "label": example}
+    assert model is not None
+    return {"path": model, "quantized": _is_quantized(Path(model))}
+
+
+def _is_quantized(path: Path) -> bool:
+    """Whether a checkpoint brings a quantization of its own; an unreadable one is told later."""
+    try:
+        text = (path / "config.json" if path.is_dir() else path).read_text("utf-8")
+        settings = json.loads(text)
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and "quantization_config" in settings
+
+
+def parse_budgets(text: str) -> List[Tuple[Device, int]]:
+    """Read "8x3GiB,cpu=60GiB" or "0=22GiB,1=2GiB": pairs of device and bytes, in that order.
+
+    Raises:
+        PlanError: what was found, and what was expected instead.
+    """
+    budgets: Dict[Device, int] = {}
+    for entry in text.split(","):
+        for device, size in _entry(entry.strip()):
+            if device in budgets:
+                raise PlanError(f"--max-memory: device {device} is there twice")
+            budgets[device] = size
+    return list(budgets.items())
+
+
+def _entry(entry: str) -> List[Tuple[Device, int]]:
+    many = re.fullmatch(r"(\d+)\s*[xX*]\s*(.+)", entry)
+    if many:
+        size = parse_size(many.group(2))
+        return [(device, size) for device in range(int(many.group(1)))]
+    name, equals, size_text = (part.strip() for part in entry.partition("="))
+    if not equals:
+        raise PlanError(
+            f"--max-memory: expected COUNTxSIZE or DEVICE=SIZE, found {entry!r}; "
+            "such as 2x22GiB,cpu=60GiB"
+        )
+    if name.isdigit():
+        return [(int(name), parse_size(size_text))]
+    if name in ("cpu", "disk", "mps"):
+        return [(name, parse_size(size_text))]
+    raise PlanError(
+        f"--max-memory: {name!r} is no device; expected a number (0, not cuda:0), cpu, disk or mps"
+    )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "22GiB", "1.5 GB" or "4096".
+
+    Raises:
+        PlanError: it is no size.
+    """
+    size = bytes_in(text)
+    if size is None:
+        raise PlanError(
+            f"--max-memory: {text!r} is no size; expected bytes, or a number with KiB, MiB, GiB, "
+            "TiB (powers of two) or KB, MB, GB, TB (powers of ten)"
+        )
+    return size
+
+
+class Spinner:
+    """A line on a terminal that says that work goes on, once it takes longer than a second."""
+
+    def __init__(
+        self, what: Optional[str], stream: Any, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what = what or "the model"
+        self._stream = stream
+        self._clock = clock
+        self._started = clock()
+        self._shown = False
+
+    def turn(self) -> None:
+        """Draw the next picture of it; nothing where nobody watches."""
+        passed = self._clock() - self._started
+        if passed < _PATIENCE or not self._stream.isatty():
+            return
+        sign = "|/-\\"[int(passed * 10) % 4]
+        self._stream.write(f"\r{sign} planning {self._what} without its weights, {passed:.0f} s ")
+        self._stream.flush()
+        self._shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()

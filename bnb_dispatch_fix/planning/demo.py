@@ -1,0 +1,138 @@
+"""The demo: one checkpoint, one `from_pretrained`, without and with the shim, side by side.
+
+Each run is a process of its own, because the shim activates on import. Budgets are given through
+`max_memory`, GPUs and network are not needed (see simulation.py for what stands in).
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+from typing import Any, Dict, List, Mapping, Tuple
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import child
+from bnb_dispatch_fix.features import SWITCH
+from bnb_dispatch_fix.planning import simulation
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, span
+
+_QUIET = {"TRANSFORMERS_VERBOSITY": "critical", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+#: Longer texts of errors are cut.
+_ERROR_WIDTH = 75
+
+
+def run_demo() -> int:
+    """Run both children and print what each did.
+
+    Returns:
+        0 when with the shim every module is on a GPU, 1 when not, 2 when it cannot run here.
+    """
+    without = _run_child("off")
+    with_shim = _run_child("")
+    for answer in (without, with_shim):
+        if answer.get("broken"):
+            print(f"the demo cannot run here: {answer['broken']}", file=sys.stderr)
+            return 2
+    gpus = len(simulation.EIGHT_SMALL_GPUS) - 1
+    budget = simulation.EIGHT_SMALL_GPUS[0] / MIB
+    print(", ".join(with_shim["versions"]))
+    print(
+        f"A Llama checkpoint of 2.77 MiB in 4-bit (nf4), device_map='auto', "
+        f"{gpus} simulated GPUs of {budget:.2f} MiB each.\n"
+    )
+    print("\n".join(["Without the shim", *_report(without)]))
+    print("\n".join(["\nWith `import bnb_dispatch_fix`", *_report(with_shim)]))
+    print("\n" + _conclusion(without, with_shim))
+    return 0 if with_shim["loads_on_gpus"] else 1
+
+
+def _run_child(switch: str) -> Dict[str, Any]:
+    ending = child.ask(f"{__name__}:load", environment={**_QUIET, SWITCH: switch})
+    if ending.answers:
+        answer: Dict[str, Any] = ending.answers[0]
+        return answer
+    return {"broken": ending.last_line or f"exit code {ending.code}"}
+
+
+def load(_: Any) -> None:
+    """In the child: one load; the environment decides whether the shim is active."""
+    import accelerate  # in the child only, as torch and all that follows
+    import bitsandbytes  # as above
+    import transformers  # as above
+
+    with tempfile.TemporaryDirectory() as folder:
+        simulation.build_checkpoint(folder)
+        outcome = simulation.plan_checkpoint(folder, simulation.EIGHT_SMALL_GPUS)
+    modules = (transformers, accelerate, bitsandbytes)
+    answer = {
+        "versions": [
+            *(f"{module.__name__} {module.__version__}" for module in modules),
+            f"Python {platform.python_version()}",
+        ],
+        "device_map": outcome.device_map,
+        "error": outcome.error and one_line(outcome.error, _ERROR_WIDTH),
+        "loads_on_gpus": outcome.loads_on_gpus,
+        "applied": [
+            (f"{patch.module.partition('.')[0]}'s {patch.attribute}", list(patch.fixes))
+            for patch in bnb_dispatch_fix.status().patches
+            if patch.state == "applied" and patch.fixes
+        ],
+    }
+    child.answer(answer)
+
+
+def _report(answer: Mapping[str, Any]) -> List[str]:
+    lines = [
+        f"  repaired {name} ({', '.join(f'#{fix}' for fix in fixes)})"
+        for name, fixes in answer["applied"]
+    ]
+    lines = list(dict.fromkeys(lines))  # one function may be called under several names
+    placed = modules_by_device(answer["device_map"] or {})
+    lines += [f"  {device:8} {modules}" for device, modules in _device_rows(placed)]
+    if answer["error"]:
+        return [*lines, f"  -> {answer['error']}"]
+    offloaded = [name for device in HOST for name in placed.get(device, [])]
+    if offloaded:
+        return [*lines, f"  -> loads, but {', '.join(offloaded)} silently left the GPUs"]
+    return [*lines, "  -> loads, every module on a GPU"]
+
+
+def _device_rows(placed: Mapping[str, List[str]]) -> List[Tuple[str, str]]:
+    """A row per device that holds something; empty GPUs next to each other share one."""
+    rows: List[Tuple[str, str]] = []
+    empty: List[int] = []
+    for device in simulation.EIGHT_SMALL_GPUS:
+        modules = placed.get(str(device))
+        if modules is None and isinstance(device, int):
+            empty.append(device)
+            continue
+        if empty:
+            rows.append((f"GPU {span(empty[0], empty[-1])}", "-"))
+            empty = []
+        if modules is not None:
+            label = f"GPU {device}" if isinstance(device, int) else str(device).upper()
+            rows.append((label, ", ".join(modules)))
+    if empty:
+        rows.append((f"GPU {span(empty[0], empty[-1])}", "-"))
+    return rows
+
+
+def modules_by_device(device_map: Mapping[str, Device]) -> Dict[str, List[str]]:
+    """Module names per device (as text), numbered neighbours as ranges: "model.layers.0–2"."""
+    placed: Dict[str, List[str]] = {}
+    for name, device in device_map.items():
+        placed.setdefault(str(device), []).append(name)
+    return {
+        device: [str(run) or "the whole model" for run in collapsed(names)]
+        for device, names in placed.items()
+    }
+
+
+def _conclusion(without: Mapping[str, Any], with_shim: Mapping[str, Any]) -> str:
+    if not with_shim["loads_on_gpus"]:
+        return "The shim did not fix it here: see `bnb-dispatch-fix status`."
+    if without["loads_on_gpus"]:
+        return "This release loads it without help; the shim left it alone."
+    return "The same model, the same budgets: with the shim it fits."

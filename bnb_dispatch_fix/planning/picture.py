@@ -1,0 +1,354 @@
+"""A plan as one HTML file that needs nothing else: the devices and what lies on them.
+
+No scripts, no external resources; bars are inline SVG that stretches, texts are HTML that wraps,
+so that it can be read on a phone, on a wide screen, in the dark and by a screen reader.
+"""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import Dict, List, Mapping, Optional, Tuple
+
+from bnb_dispatch_fix.model.layout import Part
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
+from bnb_dispatch_fix.planning.terminal import (
+    groups_of_equal_runs,
+    headline,
+    mostly_unquantized,
+    outcome_text,
+    versions_line,
+)
+from bnb_dispatch_fix.wording import HOST, device_name, gib, pasteable
+
+#: Width of a bar in the units of its own coordinate system.
+_SCALE = 1000
+#: A module is drawn with a line of its own up to this many in one part.
+_MOST_LINES = 64
+_KINDS: Mapping[str, str] = {
+    "block": "blocks, quantized",
+    "wide": "blocks, mostly not quantized",
+    "leaf": "embeddings, head and other single modules",
+    "away": "off the accelerators",
+}
+_NAMES = {"release": "as installed", "backport": "with the backport", "rescue": "with rescue"}
+
+
+def as_html(plan: Plan) -> str:
+    """The page as text; every name that comes from the model is escaped."""
+    scale = _largest_budget(plan)
+    groups = groups_of_equal_runs(plan)
+    panels = [_panel(plan, run, names, scale) for run, names in groups]
+    body = [
+        _header(plan),
+        f'<div class="panels n{len(panels)}">',
+        *panels,
+        "</div>",
+        _legend(plan),
+        _largest(plan),
+        _map(plan),
+        _notes(plan),
+        f"<footer>{escape(versions_line(plan))}. All sizes in GiB (2<sup>30</sup> bytes).</footer>",
+    ]
+    title = f"{plan.model}: {'fits' if plan.fits else 'does not fit'}"
+    return _PAGE.format(title=escape(title), style=_STYLE, body="\n".join(filter(None, body)))
+
+
+def _header(plan: Plan) -> str:
+    usable = [
+        load.usable or 0 for load in plan.runs[0].devices if load.device not in HOST and load.usable
+    ]
+    devices = f"{len(usable)} device{'' if len(usable) == 1 else 's'}"
+    facts = [
+        ("needs", gib(plan.total), plan.precision),
+        ("usable", gib(sum(usable)), f"on {devices}"),
+        ("not quantized", gib(plan.unquantized), f"of {gib(plan.total)} GiB"),
+    ]
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd><b>{number}</b> GiB"
+        f"<small>{escape(more)}</small></dd></div>"
+        for name, number, more in facts
+    )
+    return (
+        f'<header class="{"good" if plan.fits else "bad"}">'
+        f"<h1>{escape(plan.model)}</h1>"
+        f'<p class="verdict">{escape(_sentence(plan.verdict))}</p>{_first_of_all(plan)}'
+        f"<dl>{tiles}</dl></header>"
+    )
+
+
+def _first_of_all(plan: Plan) -> str:
+    """Where most of the model is not quantized, that; it is the reason for all else."""
+    if not plan.quantized or not mostly_unquantized(plan):
+        return ""
+    return f'<p class="first">{_breakable(_sentence(headline(plan)[0]))}</p>'
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:
+    """One planner, or several that come to the same."""
+    version = plan.versions.get("transformers", "")
+    what = ", ".join(_NAMES[name] for name in names)
+    if len(names) > 1:
+        what += ": the same"
+    tone = "good" if run.outcome == "loads" else "bad"
+    rows = [_device(load, scale) for load in run.devices if load.placed or load.device not in HOST]
+    error = "" if run.error is None else f'<p class="error">{escape(run.error)}</p>'
+    if run.device_map is None:
+        rows = []
+    return (
+        f'<section class="panel {tone}"><h2>transformers {escape(version)} {escape(what)}'
+        f'<span class="badge">{escape(outcome_text(run))}</span></h2>'
+        f"{''.join(rows)}{error}</section>"
+    )
+
+
+def _device(load: DeviceLoad, scale: int) -> str:
+    """A device: its name and numbers, the bar, the modules on it."""
+    away = load.device in HOST
+    limit = "" if away or load.usable is None else f" / {gib(load.usable)}"
+    modules = ", ".join(part.name or "the whole model" for part in load.parts) or "empty"
+    classes = "device" + (" away" if away else "") + ("" if load.placed else " empty")
+    return (
+        f'<div class="{classes}"><div class="row"><b>{escape(device_name(load.device))}</b>'
+        f"<span>{gib(load.placed)}{limit}</span></div>"
+        f"{_bar(load, scale, away)}"
+        f'<p class="modules">{escape(modules)}</p></div>'
+    )
+
+
+def _bar(load: DeviceLoad, scale: int, away: bool) -> str:
+    """The bar: what the caller gave, hatched what the quantizer keeps of it, the parts in colour.
+
+    All accelerators share one scale; the CPU and the disk are drawn by it, without a limit.
+    """
+    shapes: List[str] = []
+    if not away:
+        given, usable = (_units(size or 0, scale) for size in (load.given, load.usable))
+        shapes.append(_rect("given", 0, given, f"given: {gib(load.given)} GiB"))
+        if given > usable:
+            kept = f"kept free for the quantizer: {gib((load.given or 0) - (load.usable or 0))} GiB"
+            shapes.append(_rect("kept", usable, given - usable, kept))
+    start = 0.0
+    for part in load.parts:
+        width = min(_units(part.size, scale), max(0.0, _SCALE - start))
+        shapes.append(_rect(_kind(part, away), start, width, _title(part)))
+        shapes += _lines(part, start, width)
+        start += width
+    label = f"{device_name(load.device)}: {gib(load.placed)} GiB"
+    return (
+        f'<svg viewBox="0 0 {_SCALE} 20" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}">{"".join(shapes)}</svg>'
+    )
+
+
+def _rect(kind: str, start: float, width: float, title: str) -> str:
+    return (
+        f'<rect class="{kind}" x="{start:.2f}" y="0" width="{width:.2f}" height="20">'
+        f"<title>{escape(title)}</title></rect>"
+    )
+
+
+def _lines(part: Part, start: float, width: float) -> List[str]:
+    """A line between the modules of a part, and one at its end."""
+    count = part.modules if part.modules <= _MOST_LINES else 1
+    step = width / count
+    if step < 4:
+        count, step = 1, width
+    return [
+        f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="20"/>'
+        for x in (start + step * number for number in range(1, count + 1))
+        if width > 2
+    ]
+
+
+def _title(part: Part) -> str:
+    quantized = "quantized" if part.quantized > part.unquantized else "not quantized"
+    return f"{part.name or 'the whole model'}: {gib(part.size)} GiB, {quantized}"
+
+
+def _kind(part: Part, away: bool = False) -> str:
+    if away:
+        return "away"
+    if part.quantized > part.unquantized:
+        return "block"
+    numbered = re.search(r"(^|\.)(\*|\d)", part.name) is not None
+    return "wide" if numbered else "leaf"
+
+
+def _legend(plan: Plan) -> str:
+    kinds = [
+        _kind(part, load.device in HOST)
+        for run in plan.runs
+        for load in run.devices
+        for part in load.parts
+        if part.size * 200 > plan.total
+    ]
+    used = [(kind, text) for kind, text in _KINDS.items() if kind in kinds]
+    kept = any(
+        load.given and load.usable is not None and load.given > load.usable
+        for load in plan.runs[0].devices
+    )
+    items = [*used, *([("kept", "budget that the quantizer keeps free")] if kept else [])]
+    entries = "".join(
+        f'<li><svg viewBox="0 0 20 20" aria-hidden="true">'
+        f'<rect class="{kind}" width="20" height="20"/></svg>{text}</li>'
+        for kind, text in items
+    )
+    return f'<ul class="legend">{entries}</ul>'
+
+
+def _largest(plan: Plan) -> str:
+    """The largest kinds of modules, and how much of each is quantized."""
+    most = max((part.size for part in plan.largest), default=0) or 1
+    rows = "".join(
+        _largest_row(part, most) for part in plan.largest if part.size * 200 > plan.total
+    )
+    return (
+        '<section class="panel"><h2>Largest modules</h2><table><thead><tr><th>module</th>'
+        f'<th>GiB</th><th class="wide-only"></th><th>quantized</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _largest_row(part: Part, most: int) -> str:
+    count = f" <small>×{part.modules}</small>" if part.modules > 1 else ""
+    kind = _kind(part)
+    share = "yes" if kind == "block" else "no"
+    return (
+        f"<tr><td><code>{_breakable(part.name)}</code>{count}</td><td>{gib(part.size)}</td>"
+        f'<td class="wide-only"><svg viewBox="0 0 {_SCALE} 20" preserveAspectRatio="none" '
+        f'aria-hidden="true"><rect class="{kind}" width="{_units(part.size, most):.2f}" '
+        f'height="20"/></svg></td><td class="{share}">{share}</td></tr>'
+    )
+
+
+def _breakable(name: str) -> str:
+    """A dotted name that may wrap after its dots."""
+    return re.sub(r"\.(?=[a-z_*])", ".<wbr>", escape(name or "the whole model"))
+
+
+def _map(plan: Plan) -> str:
+    if plan.device_map is None:
+        return ""
+    return (
+        '<section class="panel"><details><summary>device_map to paste</summary>'
+        f"<pre>device_map = {escape(pasteable(plan.device_map))}</pre></details></section>"
+    )
+
+
+def _notes(plan: Plan) -> str:
+    return "".join(f'<p class="error">{escape(note)}</p>' for note in plan.notes)
+
+
+def _units(size: int, scale: int) -> float:
+    return _SCALE * size / scale
+
+
+def _largest_budget(plan: Plan) -> int:
+    """What a full bar stands for: the largest budget, or load, of an accelerator."""
+    sizes: Dict[str, Optional[int]] = {}
+    for run in plan.runs:
+        for load in run.devices:
+            if load.device not in HOST:
+                sizes[f"{run.name} {load.device}"] = max(load.given or 0, load.placed)
+    return max((size or 0 for size in sizes.values()), default=0) or max(plan.total, 1)
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<svg class="hidden" aria-hidden="true"><defs>
+<pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse">
+<path class="hatch" d="M0 8 8 0M-2 2 2 -2M6 10 10 6"/></pattern></defs></svg>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+_STYLE = """
+:root{--page:#f4f5f7;--card:#fff;--ink:#1b1f27;--dim:#5d6675;--line:#dfe3ea;--track:#e9ecf1;
+--block:#2f7fd6;--wide:#8a5bd1;--leaf:#d99a1c;--away:#d4453c;--good:#17803d;--bad:#c22f27;
+--good-soft:#e3f4e8;--bad-soft:#fce8e6}
+@media(prefers-color-scheme:dark){:root{--page:#12151b;--card:#1b2029;--ink:#e8ebf0;
+--dim:#9aa4b4;--line:#2e3541;--track:#2a303b;--block:#4c97ea;--wide:#a57fe3;--leaf:#e0ab45;
+--away:#e8645b;--good:#55c57a;--bad:#f0776f;--good-soft:#173323;--bad-soft:#3d1f1d}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);
+font:15px/1.45 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+main{max-width:1240px;margin:0 auto;padding:20px 16px 40px;display:grid;gap:16px}
+main>*{min-width:0}
+.hidden{position:absolute;width:0;height:0}
+header,.panel{background:var(--card);border:1px solid var(--line);border-radius:12px;
+padding:16px 18px}
+header{border-left:6px solid var(--bad)}
+header.good{border-left-color:var(--good)}
+h1{margin:0;font-size:15px;font-weight:600;color:var(--dim);overflow-wrap:anywhere}
+.verdict{margin:2px 0 14px;font-size:clamp(20px,3.2vw,28px);line-height:1.2;font-weight:700;
+color:var(--bad)}
+.good .verdict{color:var(--good)}
+.first{margin:-6px 0 14px;overflow-wrap:anywhere}
+dl{display:flex;flex-wrap:wrap;gap:12px 36px;margin:0}
+dt{color:var(--dim);font-size:13px}
+dd{margin:0}
+dd b{font-size:20px;font-variant-numeric:tabular-nums}
+small{color:var(--dim);font-size:13px}
+dd small{display:block}
+.panels{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));
+align-items:start}
+h2{margin:0 0 12px;font-size:15px;font-weight:600;display:grid;gap:6px;justify-items:start}
+.badge{font-size:13px;font-weight:600;padding:2px 10px;border-radius:99px;
+background:var(--bad-soft);color:var(--bad)}
+.good .badge{background:var(--good-soft);color:var(--good)}
+.device{margin:0 0 10px}
+.row{display:flex;justify-content:space-between;font-size:13px;
+font-variant-numeric:tabular-nums}
+.row b{font-weight:600}
+.device.away .row,.device.away .modules{color:var(--away)}
+.device.empty .row,.device.empty .modules{color:var(--dim)}
+.device.empty .row b{font-weight:400}
+.device svg{display:block;width:100%;height:22px;border-radius:5px;margin:2px 0}
+.device.empty{margin-bottom:6px}
+.device.empty svg{height:10px}
+.modules{margin:0;font-size:12px;color:var(--dim);overflow-wrap:anywhere}
+.device.empty .modules{display:none}
+.given{fill:var(--track)}
+.kept{fill:url(#hatch)}
+.legend .kept{stroke:var(--line)}
+.hatch{stroke:var(--dim);stroke-width:1;opacity:.55;fill:none}
+.block{fill:var(--block)}.wide{fill:var(--wide)}.leaf{fill:var(--leaf)}.away{fill:var(--away)}
+line{stroke:var(--card);stroke-width:1;vector-effect:non-scaling-stroke}
+.error{margin:12px 0 0;padding:10px 12px;border-radius:8px;background:var(--bad-soft);
+font-size:13px;overflow-wrap:anywhere}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:6px 20px;margin:0;padding:0 4px;
+font-size:13px;color:var(--dim)}
+.legend li{display:flex;align-items:center;gap:7px}
+.legend svg{width:14px;height:14px;border-radius:3px;flex:none}
+table{width:100%;border-collapse:collapse;font-size:13px}
+th{text-align:left;color:var(--dim);font-weight:400}
+td,th{padding:5px 12px 5px 0;border-top:1px solid var(--line);vertical-align:middle}
+thead th{border:0}
+td:nth-child(2),th:nth-child(2){text-align:right;font-variant-numeric:tabular-nums}
+td:nth-child(3){width:34%}
+td svg{display:block;width:100%;height:10px;border-radius:3px}
+.no{color:var(--leaf);font-weight:600}
+code,pre{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+code{overflow-wrap:anywhere}
+pre{margin:10px 0 0;overflow-x:auto;padding:12px;border-radius:8px;background:var(--track)}
+summary{cursor:pointer;font-weight:600}
+footer{color:var(--dim);font-size:12px;padding:0 4px}
+@media(max-width:560px){main{padding:10px 10px 32px;gap:10px}.wide-only{display:none}
+header,.panel{padding:14px}dl{gap:10px 24px}}
+"""

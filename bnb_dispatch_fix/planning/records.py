@@ -1,0 +1,98 @@
+"""The answers of `plan`: the model, the budgets, and what each planner makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, Mapping, Optional, Tuple
+
+from bnb_dispatch_fix.model.layout import Part
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import HOST
+
+#: The planners that are asked, in this order: what each is called, and the features it has on.
+RUNS: Mapping[str, Tuple[str, ...]] = {
+    "release": (),
+    "backport": ("backport",),
+    "rescue": ("backport", "rescue"),
+}
+
+
+class PlanError(ValueError):
+    """No plan can be made of these arguments; one line that says which, and what to do."""
+
+
+@dataclass(frozen=True)
+class DeviceLoad:
+    """What lies on one device, in bytes.
+
+    `given` is the caller's budget, or what is free there; `usable` is what the quantizer leaves
+    of it; `placed` counts true bytes, whatever the planner counted. The disk has no budget.
+    """
+
+    device: Device
+    given: Optional[int]
+    usable: Optional[int]
+    placed: int
+    parts: Tuple[Part, ...]
+
+    @property
+    def free(self) -> Optional[int]:
+        """Usable bytes that stay free; negative where more is placed than the budget holds."""
+        return None if self.usable is None else self.usable - self.placed
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one planner does.
+
+    `outcome` is "loads" (everything on accelerators), "offloads" (accepted, with modules on the
+    CPU or the disk), "overfull" (accepted, with more bytes on a device than the caller gave it),
+    "refused" (a map was made, and an error raised) or "fails" (an error, no map).
+    """
+
+    name: str
+    outcome: str
+    error: Optional[str]
+    device_map: Optional[Dict[str, Device]]
+    devices: Tuple[DeviceLoad, ...]
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes on the CPU and the disk."""
+        return sum(load.placed for load in self.devices if load.device in HOST)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The model, the budgets, and what each planner makes of them; all sizes in bytes.
+
+    `fits` says that everything has a place on the accelerators, `verdict` why or why not;
+    `device_map` is the map to paste (None where it does not fit). `largest` are the largest kinds
+    of modules, their numbers replaced by "*"; `notes` say what could not be patched.
+    """
+
+    model: str
+    versions: Dict[str, str]
+    strategy: str
+    precision: str
+    total: int
+    quantized: int
+    largest: Tuple[Part, ...]
+    runs: Tuple[Run, ...]
+    fits: bool
+    verdict: str
+    device_map: Optional[Dict[str, Device]]
+    notes: Tuple[str, ...] = ()
+
+    @property
+    def unquantized(self) -> int:
+        """Bytes that no quantizer will touch."""
+        return self.total - self.quantized
+
+    def as_dict(self) -> Dict[str, Any]:
+        """Plain data, as `bnb-dispatch-fix plan --json` prints it."""
+        found = asdict(self)
+        for run, told in zip(self.runs, found["runs"]):
+            for load, entry in zip(run.devices, told["devices"]):
+                entry["free"] = load.free
+        return {**found, "unquantized": self.unquantized}

@@ -1,0 +1,307 @@
+"""Asks the installed release's own planner where a model goes, as it is and with each feature.
+
+Runs in a process of its own: GPUs are pretended and features switched on and off. The real
+`from_pretrained` is called on a checkpoint without weights, so that everything before the weights
+is what the installed release does: its dtype rules, its quantizer, its tied weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import struct
+import tempfile
+from dataclasses import astuple
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Tuple
+
+import bnb_dispatch_fix
+from bnb_dispatch_fix import child
+from bnb_dispatch_fix.model import layout, requests
+from bnb_dispatch_fix.model.device_map import refused_map
+from bnb_dispatch_fix.model.load import read_request
+from bnb_dispatch_fix.model.search import search
+from bnb_dispatch_fix.patching.matrix import installed_versions
+from bnb_dispatch_fix.patching.patches import original_of
+from bnb_dispatch_fix.planning import runs as planned_runs
+from bnb_dispatch_fix.planning import simulation
+from bnb_dispatch_fix.planning.records import RUNS, PlanError
+from bnb_dispatch_fix.planning.runs import Attempt
+from bnb_dispatch_fix.wording import one_line
+
+#: Longer texts of errors are cut.
+_LONGEST = 200
+
+
+class _Called(BaseException):
+    """Carries the arguments of the planner out of `from_pretrained`."""
+
+    def __init__(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        super().__init__()
+        self.args_of_call, self.kwargs_of_call = args, kwargs
+
+
+def main(job: Mapping[str, Any]) -> None:
+    """In the child: carry out a job and answer."""
+    try:
+        answer = carry_out(job)
+    except PlanError as error:
+        answer = {"error": str(error)}
+    child.answer(answer)
+
+
+def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
+    """Build the model, ask each planner, and describe what they answered as plain data.
+
+    Args:
+        job: "path", or "config" with "class" (module and name, optional); "strategy"; "dtype" (a
+            name) and "quantization" (a dict), or None; "max_memory" as pairs of device and budget,
+            or None, with "free" bytes as pairs; "label" and "since" for examples.
+
+    Raises:
+        PlanError: the model cannot be built, or the budgets cannot be read.
+    """
+    config = _configuration(job)
+    free = None if job.get("free") is None else dict(job["free"])
+    with tempfile.TemporaryDirectory() as folder:
+        load = _loader(job, config, folder)
+        with simulation.simulated_gpus(free):
+            attempts, request = _ask_all(load)
+            return _answer(job, attempts, request)
+
+
+def _answer(
+    job: Mapping[str, Any], attempts: Mapping[str, Attempt], request: Any
+) -> Dict[str, Any]:
+    try:
+        exact = search(request)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"max_memory: {one_line(error, _LONGEST)}") from error
+    fine = request._replace(no_split=frozenset()).units()
+    runs = [
+        planned_runs.describe_run(name, attempt, exact.units, fine, exact.budgets)
+        for name, attempt in attempts.items()
+    ]
+    return {
+        "model": job.get("label") or type(request.model).__name__,
+        "versions": {name: found for name, found in installed_versions().items() if found},
+        "strategy": job["strategy"],
+        "precision": _precision(request),
+        "runs": runs,
+        "notes": _unpatched(),
+        **_model_as_data(fine),
+        **planned_runs.verdict(exact.result, exact.device_map, runs),
+    }
+
+
+def _model_as_data(fine: Any) -> Dict[str, Any]:
+    described = layout.describe_model(fine)
+    return {**described, "largest": [astuple(part) for part in described["largest"]]}
+
+
+def _unpatched() -> List[str]:
+    """What should have been patched and was not: the runs then show what the release does."""
+    return [
+        f"{patch.module}.{patch.attribute} is {patch.state}: {patch.reason}"
+        for patch in bnb_dispatch_fix.status().patches
+        if patch.module.startswith("transformers.") and (patch.missing or patch.state == "failed")
+    ]
+
+
+def _ask_all(load: Callable[[], Any]) -> Tuple[Dict[str, Attempt], Any]:
+    """Each planner's answer, and the request that all of them got."""
+    bnb_dispatch_fix.import_targets()
+    modeling = importlib.import_module("transformers.modeling_utils")
+    ask = _ask_planner if hasattr(modeling, "_get_device_map") else _ask_from_pretrained
+    return ask(load, modeling)
+
+
+def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Attempt], Any]:
+    """Since 4.50 the planner is a function: the model is built once, the planner asked again."""
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+    bnb_dispatch_fix.deactivate()
+    with simulation.replaced(modeling, "_get_device_map", stop):
+        try:
+            load()
+        except _Called as called:
+            args, kwargs = called.args_of_call, called.kwargs_of_call
+        except Exception as error:
+            raise PlanError(f"from_pretrained stops before it plans: {one_line(error, _LONGEST)}") from error
+        else:
+            raise PlanError("from_pretrained did not ask for a device map; is it a model?")
+    installed = original_of(modeling._get_device_map)
+    request = requests.from_transformers(installed, *_copied(args, kwargs))
+    attempts = {}
+    for name, features in RUNS.items():
+        bnb_dispatch_fix.activate(features)
+        fresh_args, fresh_kwargs = _copied(args, kwargs)
+        attempts[name] = _attempt(partial(modeling._get_device_map, *fresh_args, **fresh_kwargs))
+    return attempts, request
+
+
+def _ask_from_pretrained(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Attempt], Any]:
+    """Until 4.49 the planner is a part of `from_pretrained`, which is called for each."""
+    seen: List[Any] = []
+    attempts = {}
+    for name, features in RUNS.items():
+        bnb_dispatch_fix.activate(features)
+        with simulation.replaced(
+            modeling, "infer_auto_device_map", _spy(modeling.infer_auto_device_map, seen)
+        ):
+            attempts[name] = _attempt(load)
+    if not seen:
+        errors = [attempt.error for attempt in attempts.values() if attempt.error]
+        reason = one_line(errors[0], _LONGEST) if errors else "it was planned without a device map"
+        raise PlanError(f"from_pretrained stops before it plans: {reason}")
+    return attempts, seen[-1]
+
+
+def _spy(planner: Any, seen: List[Any]) -> Callable[..., Any]:
+    """The planner, noting what is asked of it; while rescue is on, its wrapper knows that."""
+    @wraps(planner)  # these releases look at its signature to know whether it takes special_dtypes
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        request = read_request(original_of(planner), args, kwargs)
+        if request is not None:
+            seen.append(request)
+        return planner(*args, **kwargs)
+
+    return asked
+
+
+def _attempt(ask: Callable[[], Any]) -> Attempt:
+    try:
+        return Attempt(ask(), None)
+    except simulation.Planned as planned:
+        return Attempt(planned.device_map, None)
+    except Exception as error:
+        return Attempt(refused_map(error), error)
+
+
+def _copied(
+    args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    """The same arguments with dicts of their own: planners change `max_memory` in place."""
+
+    def fresh(value: Any) -> Any:
+        return dict(value) if type(value) is dict else value
+
+    return tuple(map(fresh, args)), {name: fresh(value) for name, value in kwargs.items()}
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+def _configuration(job: Mapping[str, Any]) -> Any:
+    """The transformers configuration to build; PlanError where the release does not know it."""
+    try:
+        from transformers import AutoConfig
+    except Exception as error:
+        raise PlanError(f"transformers cannot be imported: {one_line(error, _LONGEST)}") from error
+    try:
+        if "path" in job:
+            return AutoConfig.from_pretrained(job["path"])
+        settings = dict(job["config"])
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except Exception as error:
+        raise PlanError(_unknown_model(job, error)) from error
+
+
+def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
+    import transformers
+
+    if job.get("since") and isinstance(error, (ValueError, KeyError)):
+        return (
+            f"{job['label']} is not known to transformers {transformers.__version__}; "
+            f"it came with {job['since']}"
+        )
+    if "path" in job and not Path(job["path"]).exists():
+        return (
+            f"{job['path']}: no such folder or file, and no such model in the local Hugging Face "
+            "cache; expected a checkpoint folder or a config.json"
+        )
+    label = job.get("path") or job["config"].get("model_type")
+    return f"{label}: transformers {transformers.__version__} cannot read it: {one_line(error, _LONGEST)}"
+
+
+def _loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], Any]:
+    """A call of `from_pretrained` with the job's arguments, on a checkpoint without weights."""
+    import torch
+    import transformers
+
+    model_class = _model_class(job, config)
+    _write_checkpoint(config, folder)
+    dtype = job["dtype"] or getattr(config, "torch_dtype", None) or "float16"
+    try:
+        dtype = getattr(torch, str(dtype).replace("torch.", ""))
+    except AttributeError:
+        raise PlanError(f"dtype: torch has no {dtype}; try float16 or bfloat16") from None
+    old_name = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+    arguments = {
+        "device_map": job["strategy"],
+        ("torch_dtype" if old_name else "dtype"): dtype,
+    }
+    if job["quantization"] is not None:
+        arguments["quantization_config"] = _quantization(job["quantization"])
+
+    def load() -> Any:
+        budgets = None if job["max_memory"] is None else dict(job["max_memory"])
+        return model_class.from_pretrained(folder, max_memory=budgets, **arguments)
+
+    return load
+
+
+def _model_class(job: Mapping[str, Any], config: Any) -> Any:
+    """The caller's class, the one the configuration names, or transformers' choice for it."""
+    import transformers
+
+    if job.get("class"):
+        module, name = job["class"]
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise PlanError(
+                f"model: its class {module}.{name} cannot be imported by another process; "
+                "move it to a module, or pass its configuration"
+            ) from error
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
+
+
+def _write_checkpoint(config: Any, folder: str) -> None:
+    """A checkpoint whose one file of weights holds none (safetensors: length, then a header)."""
+    config.save_pretrained(folder)
+    header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
+    weights = struct.pack("<Q", len(header)) + header
+    (Path(folder) / "model.safetensors").write_bytes(weights)
+
+
+def _quantization(settings: Mapping[str, Any]) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if settings.get("quant_method", "bitsandbytes") == "bitsandbytes":
+        known = {key: value for key, value in settings.items() if not key.startswith("_")}
+        known.pop("quant_method", None)
+        return BitsAndBytesConfig(**known)
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    return AutoQuantizationConfig.from_dict(dict(settings))
+
+
+def _precision(request: Any) -> str:
+    config = getattr(request.quantizer, "quantization_config", None)
+    dtype = str(getattr(request.model, "dtype", "")).replace("torch.", "")
+    if config is None:
+        return dtype
+    method = getattr(config.quant_method, "value", config.quant_method)
+    if not request.is_bitsandbytes:
+        return f"{method}, {dtype}"
+    bits = "4-bit" if config.load_in_4bit else "8-bit"
+    kind = f" {config.bnb_4bit_quant_type}" if config.load_in_4bit else ""
+    return f"{bits}{kind} ({method}), {dtype}"

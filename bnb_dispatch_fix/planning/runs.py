@@ -1,0 +1,87 @@
+"""What each planner made of the model, and the verdict: plain data that a process can answer with."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+from bnb_dispatch_fix.model.budgets import Budgets, overfull
+from bnb_dispatch_fix.model.layout import collapsed, parts_by_device
+from bnb_dispatch_fix.model.units import Units
+from bnb_dispatch_fix.placement.records import Device, GaveUp, Impossible, Placement
+from bnb_dispatch_fix.wording import HOST, one_line
+
+#: Longer texts of errors are cut.
+_LONGEST = 200
+
+
+class Attempt(NamedTuple):
+    """What one planner answered: a device map, an error, or the refusal of a map."""
+
+    device_map: Optional[Dict[str, Device]]
+    error: Optional[Exception]
+
+
+def describe_run(
+    name: str, attempt: Attempt, coarse: Units, fine: Units, budgets: Budgets
+) -> Dict[str, Any]:
+    """One planner's answer: its outcome, its map as pairs, what lies on each device."""
+    device_map = attempt.device_map
+    placed = {} if device_map is None else parts_by_device(coarse, fine, device_map)
+    loads = {device: sum(part.size for part in parts) for device, parts in placed.items()}
+    devices: List[Tuple[Any, ...]] = [
+        (
+            device,
+            budgets.given.get(device),
+            budgets.usable.get(device),
+            loads.get(device, 0),
+            [astuple(part) for part in collapsed(placed.get(device, ()))],
+        )
+        for device in dict.fromkeys([*budgets.given, *placed])
+    ]
+    over = bool(overfull(loads, budgets))
+    offloads = any(device in HOST for device in placed)
+    error = attempt.error
+    return {
+        "name": name,
+        "outcome": outcome(attempt, offloads=offloads, over=over),
+        "error": None if error is None else one_line(error, _LONGEST),
+        "device_map": None if device_map is None else list(device_map.items()),
+        "devices": devices,
+    }
+
+
+def outcome(attempt: Attempt, *, offloads: bool, over: bool) -> str:
+    """One of the outcomes of `records.Run`."""
+    if attempt.error is not None:
+        return "fails" if attempt.device_map is None else "refused"
+    if over:
+        return "overfull"
+    return "offloads" if offloads else "loads"
+
+
+def verdict(
+    result: Union[Placement, Impossible, GaveUp],
+    exact: Optional[Dict[str, Device]],
+    runs: List[Dict[str, Any]],
+) -> Dict[str, Any]:
+    """Whether the model fits, why, and the device map to use."""
+    loading = next((run for run in runs if run["outcome"] == "loads"), None)
+    if loading is not None:
+        return {
+            "fits": True,
+            "verdict": _HELP[loading["name"]],
+            "device_map": loading["device_map"],
+        }
+    if isinstance(result, Placement):
+        pairs = None if exact is None else list(exact.items())
+        return {"fits": True, "verdict": "fits with the device_map below", "device_map": pairs}
+    why = result.certificate if isinstance(result, Impossible) else result
+    return {"fits": False, "verdict": why.describe(), "device_map": None}
+
+
+_HELP = {
+    "release": "fits, and the installed release places it by itself",
+    "backport": "fits with the backport",
+    "rescue": "fits with rescue",
+}

@@ -1,0 +1,181 @@
+"""How this package says things: sizes, devices, errors and device maps as text, and log lines.
+
+Every number of bytes, every device and every exception that a person reads passes through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from itertools import groupby
+from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+
+GIB = 2**30
+MIB = 2**20
+#: Keys of `max_memory`, and values of a device map, that are no accelerator.
+HOST = ("cpu", "disk")
+#: The values of `device_map` that ask for a plan.
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+#: Bytes of each unit, as accelerate reads them: GB is a power of ten, GiB of two.
+UNITS: Mapping[str, int] = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_NUMBER = re.compile(r"0|[1-9]\d*", re.ASCII)
+_PLAIN = re.compile(r"[\w.-]*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+_LOGGER = logging.getLogger("bnb_dispatch_fix")
+
+#: Every line that is logged, by what it tells; see docs/activation.md.
+LINES: Mapping[str, str] = {
+    # INFO (DEBUG for further names of the same function)
+    "patched": "patched %s.%s: %s",
+    # WARNING
+    "no matrix": "nothing is patched: %s",
+    "not patched": "%s.%s is not patched: %s",
+    "replacement failed": (
+        "the replacement of %s.%s failed, the installed function answered instead: %r"
+    ),
+    "rescued": (
+        "%s gave %s; every module has a place within the budgets: %s "
+        "(BNB_DISPATCH_FIX=backport,explain switches this off)"
+    ),
+    "whole model on the disk": "the whole model was planned on the disk %s: %s",
+    "no exact placement": "no exact placement was looked for: %r",
+    # DEBUG
+    "request unread": "a planner's call is left alone: %r",
+    "loads unchecked": "the loads of a device map were not checked: %r",
+    "unexplained": "an error is left unexplained: %r",
+    "disk unexplained": "a model on the disk is left unexplained: %r",
+}
+
+
+def log(level: int, line: str, *arguments: Any) -> None:
+    """Log one of `LINES`; a handler that raises must not break an import, a plan or a load."""
+    with contextlib.suppress(Exception):
+        _LOGGER.log(level, LINES[line], *arguments)
+
+
+def log_text(level: int, text: str) -> None:
+    """Log a line that is worded elsewhere, as `log` does."""
+    with contextlib.suppress(Exception):
+        _LOGGER.log(level, "%s", text)
+
+
+def gib(size: Optional[int]) -> str:
+    """Bytes as GiB with two decimals; "-" for None."""
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def split_size(text: str) -> Optional[Tuple[str, str]]:
+    """Number and unit of "22GiB", "1.5 GB" or "4096", as written; None where it is no size."""
+    match = _SIZE.fullmatch(text)
+    return None if match is None else (match.group(1), match.group(2))
+
+
+def bytes_in(text: str) -> Optional[int]:
+    """Bytes of such a text, rounded down; None where number or unit cannot be read."""
+    parts = split_size(text)
+    if parts is None or parts[1].lower() not in UNITS:
+        return None
+    return int(float(parts[0]) * UNITS[parts[1].lower()])
+
+
+def device_name(device: Any) -> str:
+    """A device as people call it: "GPU 0", "CPU", "disk", "mps"."""
+    if isinstance(device, int):
+        return f"GPU {device}"
+    return "CPU" if device == "cpu" else str(device)
+
+
+def folded(text: object, most: Optional[int] = None, mark: str = "…") -> str:
+    """A text on one line, cut after `most` characters with a mark."""
+    line = " ".join(str(text).split())
+    if most is None or len(line) <= most:
+        return line
+    return line[:most].rstrip() + mark
+
+
+def one_line(error: BaseException, most: Optional[int] = None, mark: str = "…") -> str:
+    """Type and text of an exception on one line; the text is cut after `most` characters."""
+    return f"{type(error).__name__}: {folded(error, most, mark)}"
+
+
+def last_line(output: str, otherwise: str = "") -> str:
+    """The last line of what a process wrote, which names the error; `otherwise` without any."""
+    return (output.strip().splitlines() or [otherwise])[-1]
+
+
+class Run(NamedTuple):
+    """Names in a row that count on ("layers.0", "layers.1"); one other name has first = -1."""
+
+    stem: str  # what stands before the number; the whole name where there is none
+    first: int
+    last: int
+    names: int
+
+    def __str__(self) -> str:
+        """As people write it: "layers.0–1"."""
+        if self.first < 0:
+            return self.stem
+        return f"{self.stem}.{self.numbers}" if self.stem else self.numbers
+
+    @property
+    def numbers(self) -> str:
+        """The numbers as a range."""
+        return span(self.first, self.last)
+
+
+def span(first: int, last: int) -> str:
+    """Numbers in a row: "0–5"; a single one as it is."""
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def collapsed(names: Iterable[str]) -> List[Run]:
+    """Neighbours with consecutive numbers as one run, in the order of the names."""
+    runs: List[Run] = []
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        number = int(last) if _NUMBER.fullmatch(last) else -1
+        if number > 0 and runs and runs[-1].stem == stem and runs[-1].last == number - 1:
+            runs[-1] = runs[-1]._replace(last=number, names=runs[-1].names + 1)
+        else:
+            runs.append(Run(name if number < 0 else stem, number, number, 1))
+    return runs
+
+
+def kind_of(name: str) -> str:
+    """A name with its numbers as "*", so that it is the same for all layers: "layers.*.mlp"."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def pasteable(device_map: Mapping[str, Any]) -> str:
+    """A device map as an expression to paste; neighbours on one device as a range."""
+    lines = []
+    for device, items in groupby(device_map.items(), key=lambda item: item[1]):
+        for run in collapsed(name for name, _ in items):
+            lines.append(f"    {_entry(run, device)},")
+    return "\n".join(["{", *lines, "}"])
+
+
+def pasted(device_map: Mapping[str, Any]) -> str:
+    """A device map as an expression on one line."""
+    return " ".join(line.strip() for line in pasteable(device_map).splitlines())
+
+
+def _entry(run: Run, device: Any) -> str:
+    if run.names == 1:
+        return f"{_quoted(str(run))}: {_quoted(device)}"
+    if _PLAIN.fullmatch(run.stem) is None:  # it cannot stand in an f-string
+        names = (f"{run.stem}.{number}" for number in range(run.first, run.last + 1))
+        return ", ".join(f"{_quoted(name)}: {_quoted(device)}" for name in names)
+    name = _quoted(f"{run.stem}.{{i}}" if run.stem else "{i}")
+    return f"**{{f{name}: {_quoted(device)} for i in range({run.first}, {run.last + 1})}}"
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -1,0 +1,172 @@
+"""Around a planner: an exact search where its map would be refused, or where it raised."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+
+from bnb_dispatch_fix import features
+from bnb_dispatch_fix.model import requests
+from bnb_dispatch_fix.model.budgets import overfull
+from bnb_dispatch_fix.model.load import is_loading, read_request, remember
+from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.search import Outcome, offloads, search
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import gib, log, one_line
+
+#: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
+#: KeyError for device ids with gaps under balanced_low_0, ValueError for a no-split class
+#: without an instance (transformers 5.14.0-5.24.0), IndexError for towers tied pairwise.
+PLANNER_ERRORS = (ValueError, KeyError, IndexError)
+
+RequestReader = Callable[[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Optional[Request]]
+
+
+def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for `_get_device_map` of transformers 4.50 and newer."""
+    return _around(requests.from_transformers, installed, args, kwargs)
+
+
+def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for accelerate's `infer_auto_device_map`.
+
+    transformers 4.30-4.49 call it in `from_pretrained`, accelerate's own loader calls it elsewhere.
+    """
+    read = read_request if is_loading() else requests.from_accelerate
+    return _around(read, installed, args, kwargs)
+
+
+def accelerate_bnb_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands for accelerate's `get_quantized_model_device_map`."""
+    return _around(requests.from_accelerate_bnb, installed, args, kwargs)
+
+
+def _around(
+    read: RequestReader,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Any:
+    """Call the installed planner; step in only where its answer would be refused."""
+    request = _read(read, installed, args, kwargs)
+    if request is None:
+        return installed(*args, **kwargs)
+    try:
+        device_map = installed(*args, **kwargs)
+    except PLANNER_ERRORS as error:
+        found = _instead(request, error, None)
+        if found is None:
+            found = _without_backport(installed, args, kwargs)
+        if found is None:
+            raise
+        return found
+    remember(request, None, device_map)
+    if not (request.refuses_offload and isinstance(device_map, Mapping)):
+        return device_map
+    if offloads(device_map):
+        why = "modules on the CPU"
+    elif not request.counts_true_sizes and _overfills(request, device_map):
+        why = "more on a device than its budget, as not every module counted in its own dtype"
+    else:
+        return device_map
+    found = _instead(request, None, why, device_map)
+    return device_map if found is None else found
+
+
+def _without_backport(
+    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """The answer to budgets that nobody corrected; None where it is refused too.
+
+    Corrected budgets can turn a map that was accepted into one that is not: with less on the
+    accelerators than one module (a map that is all "cpu" is accepted), or with the sizes of
+    transformers 4.x that count too little.
+    """
+    if "backport" not in features.on():
+        return None
+    with features.without("backport"):
+        try:
+            return installed(*args, **kwargs)
+        except Exception:  # refused in any case: what was raised first is what the caller sees
+            return None
+
+
+def _read(
+    read: RequestReader,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Optional[Request]:
+    """The request, or None where it cannot be read: then the installed planner is on its own."""
+    try:
+        return read(installed, args, kwargs)
+    except Exception as error:
+        log(logging.DEBUG, "request unread", error)
+        return None
+
+
+def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
+    """Whether true sizes put more on an accelerator than the caller's budget.
+
+    transformers 4.x counts every module of a bitsandbytes model as quantized, embeddings too;
+    5.x counts in the model's dtype what it keeps in fp32.
+    """
+    try:
+        return bool(overfull(request.units().loads(device_map), request.budgets()))
+    except Exception as fault:
+        log(logging.DEBUG, "loads unchecked", fault)
+        return False
+
+
+def _instead(
+    request: Request,
+    error: Optional[Exception],
+    why: Optional[str],
+    refused: Any = None,
+) -> Optional[Dict[str, Device]]:
+    """An exact placement; None where there is none, and then an error is explained.
+
+    No exception leaves it.
+    """
+    try:
+        outcome = search(request)
+        if outcome.device_map is not None and "rescue" in features.on():
+            if error is not None:
+                _validate(request, outcome.device_map)
+            _announce(request, why or _short(error), outcome)
+            return outcome.device_map
+    except Exception as fault:
+        level = logging.DEBUG if error is not None else logging.WARNING
+        log(level, "no exact placement", fault)
+        return None
+    remember(request, outcome, refused)
+    if error is not None and "explain" in features.on():
+        from bnb_dispatch_fix.explain import refusal as diagnosis  # needed for an error only
+
+        diagnosis.explain(error, request, outcome)
+    return None
+
+
+def _validate(request: Request, device_map: Dict[str, Device]) -> None:
+    """Ask the quantizer itself; what it raises was not about the placement."""
+    validate = getattr(request.quantizer, "validate_environment", None)
+    if validate is not None:
+        validate(device_map=device_map)
+
+
+def _announce(request: Request, why: str, outcome: Outcome) -> None:
+    """One line: why, where the model went, how to switch it off."""
+    usable = outcome.budgets.accelerators
+    loads = outcome.units.loads(outcome.device_map or {})
+    asked = f"device_map={request.strategy!r}" if request.strategy else "accelerate's planner"
+    log(
+        logging.WARNING,
+        "rescued",
+        asked,
+        why,
+        ", ".join(f"{d}: {gib(load)} of {gib(usable[d])} GiB" for d, load in loads.items()),
+    )
+
+
+def _short(error: Optional[Exception]) -> str:
+    return "no map" if error is None else one_line(error, 80, "...")
