@@ -1,23 +1,30 @@
-"""Proofs that no placement exists, and a checker that knows nothing of how they were found."""
+"""A checker of proofs that no placement exists; it knows nothing of how they were found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+
+from .records import (
+    Certificate,
+    Device,
+    RoomUnusable,
+    SearchComplete,
+    TooManyLarge,
+    TotalTooLarge,
+    Unit,
+    UnitTooLarge,
 )
 
-if TYPE_CHECKING:
-    from .packing import Device, Unit
+__all__ = [
+    "CannotVerify",
+    "Certificate",
+    "RoomUnusable",
+    "SearchComplete",
+    "TooManyLarge",
+    "TotalTooLarge",
+    "UnitTooLarge",
+    "verify",
+]
 
 # Beyond this many intermediate results the checker does not try to follow a proof.
 CHECK_LIMIT = 300_000
@@ -25,104 +32,6 @@ CHECK_LIMIT = 300_000
 
 class CannotVerify(Exception):
     """The proof is too long to be checked independently; it is neither confirmed nor refuted."""
-
-
-@dataclass(frozen=True)
-class TotalTooLarge:
-    """All units together need more than all budgets (bytes), or no budget is above 0."""
-
-    needed: int
-    usable: int
-
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        if self.usable == 0:
-            return f"needs {_gib(self.needed)} GiB, no device has a budget"
-        short = _gib(self.needed - self.usable)
-        return (
-            f"needs {_gib(self.needed)} GiB, usable {_gib(self.usable)} GiB: short by {short} GiB"
-        )
-
-
-@dataclass(frozen=True)
-class UnitTooLarge:
-    """These units (more than one if their weights are tied) need more than the largest budget."""
-
-    names: Tuple[str, ...]
-    needed: int
-    largest_budget: int
-
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        names = " + ".join(f"`{name}`" for name in self.names)
-        what = f"{names} alone needs" if len(self.names) == 1 else f"{names} (tied) together need"
-        return (
-            f"{what} {_gib(self.needed)} GiB, the largest budget is {_gib(self.largest_budget)} GiB"
-        )
-
-
-@dataclass(frozen=True)
-class TooManyLarge:
-    """Of `count` units of at least `size` bytes each device holds no more than `fits` says."""
-
-    size: int
-    count: int
-    fits: Tuple[Tuple[Device, int], ...]
-
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        numbers = {number for _, number in self.fits}
-        if len(numbers) == 1:
-            each = f"{numbers.pop()} fit on each of {len(self.fits)} devices"
-        else:
-            each = ", ".join(f"{number} fit on {device}" for device, number in self.fits)
-        total = sum(number for _, number in self.fits)
-        return (
-            f"{self.count} units of at least {_gib(self.size)} GiB: {each}, {total} < {self.count}"
-        )
-
-
-@dataclass(frozen=True)
-class RoomUnusable:
-    """No set of the units of at least `size` bytes fills more of a device than `usable` bytes."""
-
-    size: int
-    needed: int
-    usable: Tuple[Tuple[Device, int], ...]
-
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        numbers = {number for _, number in self.usable}
-        if len(numbers) == 1:
-            each = f"{_gib(numbers.pop())} GiB of each of {len(self.usable)} devices"
-        else:
-            each = ", ".join(f"{_gib(number)} GiB of {device}" for device, number in self.usable)
-        total = sum(number for _, number in self.usable)
-        return (
-            f"the units of at least {_gib(self.size)} GiB need {_gib(self.needed)} GiB, but they "
-            f"cannot be divided and fill at most {each}: {_gib(total)} GiB"
-        )
-
-
-@dataclass(frozen=True)
-class SearchComplete:
-    """All ways to divide the units (tied ones count as one) among the devices were searched."""
-
-    units: int
-    devices: int
-
-    def describe(self) -> str:
-        """Return one line of English."""
-        return (
-            f"searched completely: no way to divide {self.units} units among {self.devices} devices"
-        )
-
-
-Certificate = Union[TotalTooLarge, UnitTooLarge, TooManyLarge, RoomUnusable, SearchComplete]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 def verify(certificate: Certificate, units: Sequence[Unit], budgets: Mapping[Device, int]) -> bool:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Dict, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
-from .certificates import Certificate, RoomUnusable, TooManyLarge, TotalTooLarge, UnitTooLarge
-
-if TYPE_CHECKING:
-    from .packing import Device
+from .records import (
+    Certificate,
+    Device,
+    RoomUnusable,
+    TooManyLarge,
+    TotalTooLarge,
+    UnitTooLarge,
+)
 
 # Different loads of one device that are followed for RoomUnusable.
 LOADS = 4096

@@ -2,89 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
 from fractions import Fraction
 from operator import index
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import impossibility
-from .certificates import Certificate, SearchComplete
+from .records import (
+    Device,
+    GaveUp,
+    Impossible,
+    Kind,
+    Placement,
+    SearchComplete,
+    Unit,
+    device_order,
+)
 from .scattered import OutOfEffort
 from .search import Found, Search
 
-Device = Union[int, str]
+__all__ = [
+    "EFFORT",
+    "Device",
+    "GaveUp",
+    "Impossible",
+    "Kind",
+    "Placement",
+    "Unit",
+    "check",
+    "device_order",
+    "pack",
+]
 
 # Search nodes, some microseconds each, that may be spent to decide whether a placement exists.
 EFFORT = 200_000
-
-
-class Unit(NamedTuple):
-    """A part of the model that goes to one device whole; units are listed in model order.
-
-    `size` is in bytes; bytes that tied units share count in one of them only. Units with the same
-    `tie` go to the same device. The first unit marked as input embedding is the one that counts.
-    """
-
-    name: str
-    size: int
-    tie: Optional[Union[int, str]] = None
-    is_input_embedding: bool = False
-
-
-class Kind(IntEnum):
-    """How a placement follows the model; the smaller, the better.
-
-    Contiguous is a placement in which each device holds one run of the model, when of each group
-    of tied units some (not all) are left out of the count because they follow the others.
-    """
-
-    DEVICE_ORDER = 0
-    OTHER_ORDER = 1
-    SCATTERED = 2
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Every unit's device, in model order.
-
-    `changes` counts neighbours in the model on different devices; `fill` is the largest load ÷
-    budget. `optimal` says that no placement ranks better (see `pack`); where it is False the
-    search ended early, but the placement is valid all the same.
-    """
-
-    devices: Dict[str, Device]
-    loads: Dict[Device, int]  # bytes on each device in use, in device order
-    kind: Kind
-    changes: int
-    embedding_first: bool
-    fill: Fraction
-    optimal: bool
-
-
-@dataclass(frozen=True)
-class Impossible:
-    """No placement exists, as the certificate proves."""
-
-    certificate: Certificate
-
-
-@dataclass(frozen=True)
-class GaveUp:
-    """The search ended after `effort` nodes without a placement and without a proof."""
-
-    effort: int
-
-    def describe(self) -> str:
-        """Return one line of English."""
-        return f"undecided: the search for a placement gave up after {self.effort} steps"
-
-
-def device_order(budgets: Iterable[Device]) -> List[Device]:
-    """Return the devices in order: numbers ascending, then names as they come."""
-    devices = list(budgets)
-    numbers: List[Device] = sorted(device for device in devices if isinstance(device, int))
-    return numbers + [device for device in devices if not isinstance(device, int)]
 
 
 def pack(

@@ -6,13 +6,11 @@ from collections import Counter
 from fractions import Fraction
 from itertools import accumulate, islice
 from operator import ne
-from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from .contiguous import AnyOrder, Chain, Segment, Steps, chains, in_device_order
+from .records import Unit
 from .scattered import Effort, Line, OutOfEffort, divide, few_changes
-
-if TYPE_CHECKING:
-    from .packing import Unit
 
 # The part of the effort spent on one number of changes, or on the smallest fill, of a scattered
 # placement that is known to exist.
