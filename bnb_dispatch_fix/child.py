@@ -78,7 +78,9 @@ def _changed(environment: Mapping[str, Optional[str]]) -> Mapping[str, str]:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], timeout: Optional[float], on_wait: Optional[Callable[[], None]]
+    process: subprocess.Popen[bytes],
+    timeout: Optional[float],
+    on_wait: Optional[Callable[[], None]],
 ) -> Optional[int]:
     """The exit code; None where the time is over."""
     started = time.monotonic()

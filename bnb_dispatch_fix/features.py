@@ -20,15 +20,28 @@ OFF = ("off", "0", "false", "no", "none")
 _ON = ("", "on", "1", "true", "yes", "all")
 
 
-class Switch:
-    """What the environment allows; `complaint` names a typo and the valid values."""
+class Switch(tuple):  # type: ignore[type-arg]  # a NamedTuple would load typing
+    """What the environment says, allows, and the complaint about a typo or None."""
 
-    def __init__(
-        self, text: str, allowed: "FrozenSet[str]", complaint: "Optional[str]" = None
-    ) -> None:
-        self.text = text
-        self.allowed = allowed
-        self.complaint = complaint
+    def __new__(
+        cls, text: str, allowed: "FrozenSet[str]", complaint: "Optional[str]" = None
+    ) -> "Switch":
+        return tuple.__new__(cls, (text, allowed, complaint))
+
+    @property
+    def text(self) -> str:
+        """The value of the variable."""
+        return str(self[0])
+
+    @property
+    def allowed(self) -> "FrozenSet[str]":
+        """The features that may be on."""
+        return frozenset(self[1])
+
+    @property
+    def complaint(self) -> "Optional[str]":
+        """What is wrong with the value, and the valid ones."""
+        return None if self[2] is None else str(self[2])
 
 
 def is_off() -> bool:
@@ -82,12 +95,12 @@ def on() -> "FrozenSet[str]":
     return _on.difference(getattr(_thread, "off", ()))
 
 
-class without:  # noqa: N801  # reads as a statement: `with without("backport"):`
+class without:  # reads as a statement: `with without("backport"):`
     """Switch one feature off for this thread, while the block runs."""
 
     def __init__(self, feature: str) -> None:
         self._feature = feature
-        self._before: "Tuple[str, ...]" = ()
+        self._before: Tuple[str, ...] = ()
 
     def __enter__(self) -> None:
         self._before = getattr(_thread, "off", ())

@@ -20,6 +20,7 @@ TIMEOUT = 180.0
 #: The modules the planners live in: a package may import and still break there.
 _DEEPER = {"transformers": "transformers.modeling_utils", "accelerate": "accelerate.utils"}
 
+
 class Answer(NamedTuple):
     """What became of one import: "ok", "missing" or "broken".
 
@@ -72,7 +73,9 @@ def _import(package: str) -> Answer:
             importlib.import_module(_DEEPER[package])
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        return Answer("missing" if missing else "broken", one_line(error), {"version": _version(package)})
+        return Answer(
+            "missing" if missing else "broken", one_line(error), {"version": _version(package)}
+        )
     facts = {"version": getattr(module, "__version__", None) or _version(package)}
     try:
         facts.update(_FACTS.get(package, dict)())

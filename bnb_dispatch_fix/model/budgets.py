@@ -35,9 +35,7 @@ class Budgets:
     @property
     def accelerators(self) -> Dict[Device, int]:
         """Usable bytes of the accelerators (numbers, "mps", ...) that have any."""
-        return {
-            device: size for device, size in self.usable.items() if device not in HOST and size
-        }
+        return {device: size for device, size in self.usable.items() if device not in HOST and size}
 
     @property
     def host(self) -> Dict[Device, int]:

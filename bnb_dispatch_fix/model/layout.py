@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from typing import AbstractSet, Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+from dataclasses import dataclass
+from itertools import islice
+from typing import AbstractSet, Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from bnb_dispatch_fix.model.budgets import Budgets
+from bnb_dispatch_fix import wording
 from bnb_dispatch_fix.model.device_map import ancestors
-from bnb_dispatch_fix.placement.packing import GaveUp, Impossible, Placement
 from bnb_dispatch_fix.model.units import UnitFacts, Units
+from bnb_dispatch_fix.placement.records import Device
 
-Device = Union[int, str]
-
-_HOST = ("cpu", "disk")
 #: How many kinds of modules are named as the largest.
 _LARGEST = 6
 

@@ -16,9 +16,9 @@ from bnb_dispatch_fix.model.budgets import (
     reserved_but_unused,
     usable_budgets,
 )
-from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.model.sizers import Sizer, call_sizer, planners_count_is_true, sizer_for
 from bnb_dispatch_fix.model.units import Units, measure
+from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import STRATEGIES
 
 

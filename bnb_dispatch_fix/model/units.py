@@ -19,8 +19,8 @@ from typing import (
 )
 
 from bnb_dispatch_fix.model.device_map import ancestors, compact
-from bnb_dispatch_fix.placement.records import Device, Unit
 from bnb_dispatch_fix.model.sizers import Sizer, Storage
+from bnb_dispatch_fix.placement.records import Device, Unit
 
 # A path to look at: the name of a module or tensor, itself, and the module a tensor belongs to.
 _Step = Tuple[str, Any, Any]

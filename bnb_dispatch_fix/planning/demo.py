@@ -14,8 +14,8 @@ from typing import Any, Dict, List, Mapping, Tuple
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
 from bnb_dispatch_fix.features import SWITCH
-from bnb_dispatch_fix.planning import simulation
 from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning import simulation
 from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, span
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "critical", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}

@@ -77,7 +77,7 @@ def _answer(
     try:
         exact = search(request)
     except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"max_memory: {one_line(error, _LONGEST)}") from error
+        raise PlanError(f"max_memory: {_short(error)}") from error
     fine = request._replace(no_split=frozenset()).units()
     runs = [
         planned_runs.describe_run(name, attempt, exact.units, fine, exact.budgets)
@@ -119,6 +119,7 @@ def _ask_all(load: Callable[[], Any]) -> Tuple[Dict[str, Attempt], Any]:
 
 def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Attempt], Any]:
     """Since 4.50 the planner is a function: the model is built once, the planner asked again."""
+
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
 
@@ -129,7 +130,7 @@ def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Atte
         except _Called as called:
             args, kwargs = called.args_of_call, called.kwargs_of_call
         except Exception as error:
-            raise PlanError(f"from_pretrained stops before it plans: {one_line(error, _LONGEST)}") from error
+            raise PlanError(f"from_pretrained stops before it plans: {_short(error)}") from error
         else:
             raise PlanError("from_pretrained did not ask for a device map; is it a model?")
     installed = original_of(modeling._get_device_map)
@@ -154,13 +155,14 @@ def _ask_from_pretrained(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[s
             attempts[name] = _attempt(load)
     if not seen:
         errors = [attempt.error for attempt in attempts.values() if attempt.error]
-        reason = one_line(errors[0], _LONGEST) if errors else "it was planned without a device map"
+        reason = _short(errors[0]) if errors else "it was planned without a device map"
         raise PlanError(f"from_pretrained stops before it plans: {reason}")
     return attempts, seen[-1]
 
 
 def _spy(planner: Any, seen: List[Any]) -> Callable[..., Any]:
     """The planner, noting what is asked of it; while rescue is on, its wrapper knows that."""
+
     @wraps(planner)  # these releases look at its signature to know whether it takes special_dtypes
     def asked(*args: Any, **kwargs: Any) -> Any:
         request = read_request(original_of(planner), args, kwargs)
@@ -199,7 +201,7 @@ def _configuration(job: Mapping[str, Any]) -> Any:
     try:
         from transformers import AutoConfig
     except Exception as error:
-        raise PlanError(f"transformers cannot be imported: {one_line(error, _LONGEST)}") from error
+        raise PlanError(f"transformers cannot be imported: {_short(error)}") from error
     try:
         if "path" in job:
             return AutoConfig.from_pretrained(job["path"])
@@ -223,7 +225,7 @@ def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
             "cache; expected a checkpoint folder or a config.json"
         )
     label = job.get("path") or job["config"].get("model_type")
-    return f"{label}: transformers {transformers.__version__} cannot read it: {one_line(error, _LONGEST)}"
+    return f"{label}: transformers {transformers.__version__} cannot read it: {_short(error)}"
 
 
 def _loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], Any]:
@@ -292,6 +294,10 @@ def _quantization(settings: Mapping[str, Any]) -> Any:
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     return AutoQuantizationConfig.from_dict(dict(settings))
+
+
+def _short(error: BaseException) -> str:
+    return one_line(error, _LONGEST)
 
 
 def _precision(request: Any) -> str:

@@ -1,4 +1,4 @@
-"""What each planner made of the model, and the verdict: plain data that a process can answer with."""
+"""What each planner made of the model, and the verdict, as plain data to answer with."""
 
 from __future__ import annotations
 

@@ -27,16 +27,20 @@ PURELIB = Path(sysconfig.get_paths()["purelib"])
 AUTOLOAD_LIMIT = 1.05
 PASS = "pass"
 SHIM = "import bnb_dispatch_fix"
-#: The real `from_pretrained` on simulated GPUs, see bnb_dispatch_fix/simulation.py.
+#: The real `from_pretrained` on simulated GPUs, see bnb_dispatch_fix/planning/simulation.py.
 PLANNING = """
-import importlib.util, sys
-package = importlib.util.find_spec("bnb_dispatch_fix").submodule_search_locations[0]
-spec = importlib.util.spec_from_file_location("simulation", package + "/simulation.py")
-simulation = sys.modules["simulation"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(simulation)
+import sys
+sys.path.append({release!r})
+if "bnb_dispatch_fix" in sys.modules:
+    from bnb_dispatch_fix.planning import simulation
+else:
+    import apart
+    simulation = apart.module("planning.simulation")
 outcome = simulation.plan_checkpoint({folder!r}, {budgets!r})
 assert outcome.device_map, outcome
 """
+#: Where what the release tests share is.
+RELEASE = str(Path(__file__).resolve().parents[1] / "release")
 #: Room for everything, so that both plans are of the same length and none is refused.
 BUDGETS = {0: 2**21, 1: 2**21, 2: 2**21, 3: 2**21}
 ENVIRONMENT = {
@@ -171,7 +175,7 @@ def main() -> None:
             from bnb_dispatch_fix.planning import simulation
 
             simulation.build_checkpoint(folder)
-            planning = PLANNING.format(folder=folder, budgets=BUDGETS)
+            planning = PLANNING.format(folder=folder, budgets=BUDGETS, release=RELEASE)
             seconds = least(
                 lambda before: cpu_seconds(f"{before}\n{planning}"), arguments.planning_rounds
             )

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 import transformers
 
-from bnb_dispatch_fix.wrappers import planners as rescue
 from bnb_dispatch_fix.planning.simulation import replaced
+from bnb_dispatch_fix.wrappers import planners as rescue
 
 GENERATION = int(transformers.__version__.split(".")[0])
 HIDDEN, FFN, VOCABULARY, LAYERS, EXPERTS = 64, 128, 256, 3, 4

@@ -3,31 +3,27 @@
     python scenario.py transformers shim plan:auto:4 status
 
 Steps: see `STEPS`. Order matters: nothing is imported before the step that needs it. The
-simulation is loaded from its file, so that it does not activate the shim.
+simulation is loaded so that it does not activate the shim (see apart.py).
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 import sys
 import tempfile
 import warnings
 from functools import lru_cache
-from pathlib import Path
+
+import apart
 
 
 @lru_cache(maxsize=None)
 def simulation():
-    package = importlib.util.find_spec("bnb_dispatch_fix")
-    path = Path(package.submodule_search_locations[0]) / "simulation.py"
-    spec = importlib.util.spec_from_file_location("simulation", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulation"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    if "bnb_dispatch_fix" in sys.modules:
+        return importlib.import_module("bnb_dispatch_fix.planning.simulation")
+    return apart.module("planning.simulation")
 
 
 @lru_cache(maxsize=None)

@@ -22,7 +22,7 @@ import accelerate.utils.modeling
 library = types.ModuleType("some_library")
 library.balance = accelerate.utils.modeling.get_balanced_memory
 sys.modules["some_library"] = library
-from bnb_dispatch_fix.doctor import checks as doctor
+from bnb_dispatch_fix import doctor
 print(json.dumps(doctor.examine().as_dict()))
 """
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from cell import QUIET, installed
 
-from bnb_dispatch_fix.startup import autoload
 from bnb_dispatch_fix.patching.matrix import matrix_path
+from bnb_dispatch_fix.startup import autoload
 
 pytestmark = pytest.mark.skipif(
     installed("torch") is None, reason="the planners cannot be imported: no torch"

@@ -21,8 +21,8 @@ from packaging.version import Version
 from shapes import HAS_PLANNER, SHARE, STRATEGIES
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.wrappers import loading as legacy
 from bnb_dispatch_fix.planning.simulation import Outcome, simulated_gpus
+from bnb_dispatch_fix.wrappers import loading as legacy
 
 ACCELERATE = Version(importlib.metadata.version("accelerate"))
 REFUSAL = "Some modules are dispatched on the CPU or the disk"

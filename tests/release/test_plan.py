@@ -16,8 +16,8 @@ import transformers
 from cell import STANDS_FOR_OTHERS, TRANSFORMERS
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.planning import terminal as report, simulation
-from bnb_dispatch_fix.planning.question import PlanError
+from bnb_dispatch_fix.planning import PlanError, simulation
+from bnb_dispatch_fix.planning import terminal as report
 
 if not STANDS_FOR_OTHERS:
     pytest.skip(

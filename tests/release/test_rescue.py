@@ -15,7 +15,7 @@ from packaging.version import Version
 from shapes import LISTED, SHARE, STRATEGIES, Shape
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.wrappers import planners as rescue
+from bnb_dispatch_fix.model import search
 
 #: 4.30 counts embedding and head as 4-bit, later 4.x only the embedding.
 COUNTS_THE_HEAD = Version("4.31.0") <= shapes.TRANSFORMERS
@@ -190,7 +190,7 @@ def test_a_map_that_is_all_cpu_is_mended_where_there_are_accelerators():
 
 @counts_true_sizes
 def test_a_map_that_is_all_cpu_is_right_where_there_are_none(monkeypatch):
-    monkeypatch.setattr(rescue, "accelerators_seen", lambda: 0)
+    monkeypatch.setattr(search, "accelerators_seen", lambda: 0)
     without, found = both(lambda: shapes.plan(LARGE_ENDS, "sequential", LARGE_THEN_SMALL))
     assert set(without.device_map.values()) == {"cpu"}
     assert found == without

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bnb_dispatch_fix.planning.question import DeviceLoad, Part, Plan, Run
+from bnb_dispatch_fix.model.layout import Part
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
 
 GIB = 2**30
 EMBED = Part("model.embed_tokens", GIB, 0)

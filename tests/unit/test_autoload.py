@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from fakes import fake_packages, finished_python, shim_folder, write_files
 
-from bnb_dispatch_fix.startup import autoload
 from bnb_dispatch_fix import cli
+from bnb_dispatch_fix.startup import autoload
 
 NAMES = ["_bnb_dispatch_fix_start.py", "bnb_dispatch_fix.pth", "bnb_dispatch_fix.start"]
 

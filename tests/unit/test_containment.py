@@ -265,7 +265,9 @@ print(state()[0][0])
         assert lines[0].startswith("[('failed', 'MemoryError")
         assert lines[1] == "applied"
 
-    @pytest.mark.parametrize("module", ["activation", "compat", "patches", "verdict"])
+    @pytest.mark.parametrize(
+        "module", ["activation", "patching/matrix", "patching/patches", "patching/verdict"]
+    )
     def test_a_module_of_ours_that_cannot_be_imported(self, shim, module):
         """As with a wrapt that is broken, or too old for this Python."""
         broken = "raise AttributeError('formatargspec')"

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.explain import arguments, refusal as diagnosis, notes, offload_disk, recipes
-from bnb_dispatch_fix.wrappers.loading import Load
+from bnb_dispatch_fix.explain import arguments, notes, offload_disk, recipes
+from bnb_dispatch_fix.explain import refusal as diagnosis
+from bnb_dispatch_fix.model.load import Load
+from bnb_dispatch_fix.wording import bytes_in
 
 GIB = 2**30
 HAS_NOTES = hasattr(BaseException, "add_note")
@@ -149,7 +151,7 @@ def test_budgets_are_rounded_up(size, text):
 @given(st.integers(1, 2**50))
 def test_a_typed_budget_is_never_less_and_hardly_more(size):
     # accelerate reads int(float(number) * unit): a tenth may be lost by rounding, no more.
-    typed = recipes.bytes_of(recipes.typeable(size))
+    typed = bytes_in(recipes.typeable(size))
     assert size - 1 <= typed <= max(size * 1.1 + 1, 1024)
 
 

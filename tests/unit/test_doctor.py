@@ -11,13 +11,15 @@ import types
 import pytest
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.startup import autoload
-from bnb_dispatch_fix.patching import bystanders
-from bnb_dispatch_fix.doctor import checks as doctor, surroundings
+from bnb_dispatch_fix import doctor
 from bnb_dispatch_fix.cli import main
-from bnb_dispatch_fix.patching.patches import Patch
-from bnb_dispatch_fix.states import PatchStatus, Status
+from bnb_dispatch_fix.doctor import checks, surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
+from bnb_dispatch_fix.model import machine
+from bnb_dispatch_fix.patching import bystanders
+from bnb_dispatch_fix.patching.patches import Patch
+from bnb_dispatch_fix.startup import autoload
+from bnb_dispatch_fix.states import PatchStatus, Status
 
 GIB = 2**30
 GPU = {"id": 0, "name": "NVIDIA X", "free": 22 * GIB, "total": 24 * GIB}
@@ -49,7 +51,7 @@ def answers(monkeypatch):
     }
     table["bitsandbytes"].facts["gpu"] = True
     monkeypatch.setattr(surroundings, "look", lambda timeout: table)
-    monkeypatch.setattr(surroundings, "nvidia_driver", lambda: "version 570.1")
+    monkeypatch.setattr(checks, "nvidia_driver", lambda: "version 570.1")
     monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of())
     monkeypatch.setattr(autoload, "state", lambda folder: "disabled")
     monkeypatch.setattr(autoload, "starts_with_shim", lambda: False)
@@ -143,7 +145,7 @@ def test_a_healthy_machine(answers):
 )
 def test_torch_that_sees_no_gpu(answers, monkeypatch, build, driver, topic, level):
     answers["torch"].facts.update(build=build, devices=[])
-    monkeypatch.setattr(surroundings, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(checks, "nvidia_driver", lambda: driver)
     got, text, hint = only(doctor.examine(), topic)
     assert got == level
     assert bool(hint) == (level != "PASS")
@@ -289,17 +291,17 @@ def test_the_command_prints_lines_or_json(answers, capsys):
 
 
 def test_signs_of_a_driver(tmp_path):
-    assert surroundings.nvidia_driver(tmp_path) is None
+    assert machine.nvidia_driver(tmp_path) is None
     control = tmp_path / "dev/nvidiactl"
     control.parent.mkdir()
     control.touch()
-    assert surroundings.nvidia_driver(tmp_path) == str(control)
+    assert machine.nvidia_driver(tmp_path) == str(control)
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Fri May", "utf-8"
     )
-    assert surroundings.nvidia_driver(tmp_path) == "version 570.133.20"
+    assert machine.nvidia_driver(tmp_path) == "version 570.133.20"
 
 
 @pytest.fixture

@@ -12,13 +12,14 @@ import plans
 import pytest
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.planning import command as plan_command, question as planning
-from bnb_dispatch_fix.doctor import surroundings
+from bnb_dispatch_fix import child
 from bnb_dispatch_fix.cli import main
-from bnb_dispatch_fix.planning.examples import EXAMPLES
-from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
-from bnb_dispatch_fix.planning.question import PlanError
+from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
+from bnb_dispatch_fix.planning import PlanError
+from bnb_dispatch_fix.planning import command as plan_command
+from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
+from bnb_dispatch_fix.planning.examples import EXAMPLES
 
 GIB = 2**30
 
@@ -210,7 +211,12 @@ class Dtype:
 
 def test_what_the_other_process_is_sent(monkeypatch):
     sent = []
-    monkeypatch.setattr(planning, "_ask", lambda job, on_wait: sent.append(job) or {"error": "x"})
+
+    def ask(task, job, **options):
+        sent.append(job)
+        return child.Ending([{"error": "x"}], 0, "")
+
+    monkeypatch.setattr(child, "ask", ask)
     with pytest.raises(PlanError, match="x"):
         bnb_dispatch_fix.plan(
             Path("folder"),

@@ -202,7 +202,7 @@ class TestUnreadable:
 def test_import_is_light():
     heavy = ["torch", "yaml", "wrapt", "packaging", "inspect"]
     code = (
-        f"import sys; before = set(sys.modules); import bnb_dispatch_fix.recognition; "
+        f"import sys; before = set(sys.modules); import bnb_dispatch_fix.patching.recognition; "
         f"print([m for m in {heavy} if m in sys.modules and m not in before])"
     )
     answer = subprocess.run(

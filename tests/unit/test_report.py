@@ -12,11 +12,14 @@ import plans
 import pytest
 
 from bnb_dispatch_fix.model import layout
-from bnb_dispatch_fix.planning import html as picture, terminal as report
 from bnb_dispatch_fix.model.budgets import Budgets
+from bnb_dispatch_fix.model.units import UnitFacts, Units
 from bnb_dispatch_fix.placement.certificates import TotalTooLarge
 from bnb_dispatch_fix.placement.packing import GaveUp, Impossible, Unit
-from bnb_dispatch_fix.model.units import UnitFacts, Units
+from bnb_dispatch_fix.planning import picture
+from bnb_dispatch_fix.planning import runs as runs_of
+from bnb_dispatch_fix.planning import terminal as report
+from bnb_dispatch_fix.wording import pasteable
 
 GIB = 2**30
 
@@ -69,7 +72,7 @@ def test_a_model_that_does_not_fit_gets_no_map():
     ],
 )
 def test_the_pasted_map_is_the_map(device_map):
-    pasted = eval(report.pasteable(device_map), {})
+    pasted = eval(pasteable(device_map), {})
     assert list(pasted.items()) == list(device_map.items())
 
 
@@ -233,7 +236,7 @@ FINE = units(
 
 
 def lying(device_map):
-    placed = layout.pieces_by_device(COARSE, FINE, device_map)
+    placed = layout.parts_by_device(COARSE, FINE, device_map)
     return {device: [piece[:2] for piece in pieces] for device, pieces in placed.items()}
 
 
@@ -263,13 +266,13 @@ def test_modules_that_no_key_covers_lie_nowhere():
 
 
 def test_neighbours_are_collapsed():
-    pieces = [layout.Piece(f"l.{i}", 2, 1) for i in (0, 1, 2, 5)] + [layout.Piece("norm", 1, 0)]
-    pieces += [layout.Piece("m.6", 2, 1)]
+    pieces = [layout.Part(f"l.{i}", 2, 1) for i in (0, 1, 2, 5)] + [layout.Part("norm", 1, 0)]
+    pieces += [layout.Part("m.6", 2, 1)]
     assert layout.collapsed(pieces) == [
-        layout.Piece("l.0–2", 6, 3, 3),
-        layout.Piece("l.5", 2, 1),
-        layout.Piece("norm", 1, 0),
-        layout.Piece("m.6", 2, 1),
+        layout.Part("l.0–2", 6, 3, 3),
+        layout.Part("l.5", 2, 1),
+        layout.Part("norm", 1, 0),
+        layout.Part("m.6", 2, 1),
     ]
 
 
@@ -277,8 +280,8 @@ def test_kinds_of_modules_are_summed():
     described = layout.describe_model(FINE)
     assert described["total"] == described["quantized"] == 31
     assert described["largest"][:2] == [
-        layout.Piece("layers.*.b", 12, 12, 3),
-        layout.Piece("layers.*.a", 9, 9, 3),
+        layout.Part("layers.*.b", 12, 12, 3),
+        layout.Part("layers.*.a", 9, 9, 3),
     ]
 
 
@@ -297,7 +300,9 @@ REFUSAL = ValueError("no\n  way")
 )
 def test_outcomes(device_map, error, outcome):
     budgets = Budgets({0: 10, 1: 30, "cpu": 1}, {0: 9, 1: 27, "cpu": 1})
-    told = layout.describe_run("release", layout.Attempt(device_map, error), COARSE, FINE, budgets)
+    told = runs_of.describe_run(
+        "release", runs_of.Attempt(device_map, error), COARSE, FINE, budgets
+    )
     assert told["outcome"] == outcome
     assert told["error"] == (None if error is None else "ValueError: no way")
     assert [entry[:3] for entry in told["devices"][:3]] == [
@@ -313,14 +318,14 @@ def test_verdicts():
         {"name": "backport", "outcome": "loads", "device_map": [("", 0)]},
     ]
     impossible = Impossible(TotalTooLarge(2 * GIB, GIB))
-    assert layout.verdict(impossible, None, runs) == {
+    assert runs_of.verdict(impossible, None, runs) == {
         "fits": True,
         "verdict": "fits with the backport",
         "device_map": [("", 0)],
     }
-    assert layout.verdict(impossible, None, runs[:1]) == {
+    assert runs_of.verdict(impossible, None, runs[:1]) == {
         "fits": False,
         "verdict": "needs 2.00 GiB, usable 1.00 GiB: short by 1.00 GiB",
         "device_map": None,
     }
-    assert layout.verdict(GaveUp(7), None, runs[:1])["fits"] is False
+    assert runs_of.verdict(GaveUp(7), None, runs[:1])["fits"] is False
