@@ -237,7 +237,7 @@ FINE = units(
 
 def lying(device_map):
     placed = layout.parts_by_device(COARSE, FINE, device_map)
-    return {device: [piece[:2] for piece in pieces] for device, pieces in placed.items()}
+    return {device: [(part.name, part.size) for part in parts] for device, parts in placed.items()}
 
 
 def test_a_key_covers_everything_below_it():
