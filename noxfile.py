@@ -186,7 +186,7 @@ def matrix(session: nox.Session, row: Row) -> None:
 
 @nox.session(venv_backend="none")
 def report(session: nox.Session) -> None:
-    """Write the README's table of tested releases from the results of `nox -s matrix`."""
+    """Write docs/compatibility.md's table from the results of `nox -s matrix`."""
     names = [name(row) for row in ROWS if "transformers" in row]
     session.run("python3", "tests/matrix/report.py", str(RESULTS / "cells"), *names)
 
@@ -194,7 +194,7 @@ def report(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("bench")]))
 def bench(session: nox.Session, row: Row) -> None:
-    """How many models that fit are loaded, and what planning costs; the README's tables."""
+    """How many models that fit are loaded, and what planning costs; docs/measurements.md."""
     install_row(session, row)
     session.run("python", "tests/benchmarks/bench_packing.py")
     session.run("python", "tests/benchmarks/bench_units.py")
@@ -249,7 +249,7 @@ def hosts(session: nox.Session, row: Row) -> None:
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
 def startup(session: nox.Session, row: Row) -> None:
-    """What the shim costs a Python that starts, and one that plans; the README's figures."""
+    """What the shim costs a Python that starts, and one that plans; docs/measurements.md."""
     install_row(session, row)
     session.run("python", "tests/benchmarks/startup.py", *session.posargs)
 
@@ -265,6 +265,6 @@ def demo(session: nox.Session, row: Row) -> None:
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
 def readme(session: nox.Session, row: Row) -> None:
-    """Write anew what the README's commands print, and its measurements."""
+    """Write anew what commands and examples of README.md and docs/ print, and the picture."""
     install_row(session, row)
     session.run("python", "tests/matrix/readme.py")

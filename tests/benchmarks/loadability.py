@@ -1,7 +1,7 @@
 """How many models that fit are loaded, without the shim and with it, and what planning costs.
 
     python tests/benchmarks/loadability.py RESULT.json          in a cell: count and time
-    python tests/benchmarks/loadability.py --table RESULT.json …   the README's tables
+    python tests/benchmarks/loadability.py --table RESULT.json …   the measured tables
 
 Six real configurations, nf4, on 2, 3, 4, 6 and 8 like GPUs whose usable memory (budget × 0.9) is
 1.02 to 6 times the model together. Of these 420 instances, those count that fit in device order.

@@ -1,7 +1,8 @@
-"""Renders the README's table of tested combinations from the result files of `nox -s matrix`.
+"""Renders the table of tested combinations from the result files of `nox -s matrix`.
 
 `python tests/matrix/report.py RESULTS CELL...` replaces what stands between the two marker lines of
-README.md. A cell without a result file, or with a failed test, is named and nothing is written.
+docs/compatibility.md. A cell without a result file, or with a failed test, is named and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "compatibility.md"
 BEGIN = "<!-- matrix -->\n"
 END = "<!-- end -->\n"
 PACKAGES = ("transformers", "accelerate", "bitsandbytes")
@@ -43,17 +44,17 @@ def table(results):
 
 
 def lines_of(text):
-    """The cells of the README's table, a tuple per line."""
+    """The cells of the document's table, a tuple per line."""
     found = text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in found]
 
 
 def replaced(text, new):
-    """The README with a new table; ValueError where its markers are missing."""
+    """The document with a new table; ValueError where its markers are missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md has no lines {BEGIN.strip()!r} and {END.strip()!r}")
+        raise ValueError(f"{DOCUMENT.name} has no lines {BEGIN.strip()!r} and {END.strip()!r}")
     return before + begin + new + end + after
 
 
@@ -67,7 +68,7 @@ def main(folder, names):
     failed = [name for name, result in results.items() if result["failed"]]
     if failed:
         return "failed: " + ", ".join(failed)
-    README.write_text(replaced(README.read_text("utf-8"), table(results.values())), "utf-8")
+    DOCUMENT.write_text(replaced(DOCUMENT.read_text("utf-8"), table(results.values())), "utf-8")
     return None
 
 
