@@ -41,7 +41,7 @@ def said_about(code: str, setting: str = "") -> str:
             "loaded" for a model that is loaded to its end, without any GPU.
     """
     import bnb_dispatch_fix
-    from bnb_dispatch_fix.simulation import build_checkpoint, outcome_of
+    from bnb_dispatch_fix.planning.simulation import build_checkpoint, outcome_of
 
     names: Dict[str, Any] = {}
     bnb_dispatch_fix.activate()

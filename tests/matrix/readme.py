@@ -110,7 +110,7 @@ def printed(code: str) -> str:
 
 def write_checkpoints(folder: Path) -> None:
     """A folder for each of the package's examples: what can be planned, without weights."""
-    from bnb_dispatch_fix.examples import DEFAULTS, EXAMPLES
+    from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
 
     for name, example in EXAMPLES.items():
         checkpoint = folder / name
