@@ -1,6 +1,7 @@
 """README and docs say what the project's files say; outputs are compared in the demo's cell."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -213,3 +214,48 @@ def test_no_code_evaluates_text_or_opens_a_connection(name):
     assert {name_of(node) for node in nodes}.isdisjoint(EVALUATING | UNSAFE_YAML)
     keywords = {node.arg for node in nodes if isinstance(node, ast.keyword)}
     assert keywords.isdisjoint({"shell", "trust_remote_code"})
+
+
+# --- the table's own command ----------------------------------------------------------------------
+
+
+def result(**changes):
+    """What a cell of `nox -s matrix` leaves, as far as the table reads it."""
+    plan = {"error": None, "device_map": {"model": 0, "lm_head": 1}}
+    return {
+        "installed": {"transformers": "5.0.0", "accelerate": "1.12.0", "bitsandbytes": "0.49.1"},
+        "python": "3.11",
+        "failed": 0,
+        "fixes": [47203, 47211],
+        "without": {**plan, "error": "ValueError: Some modules are dispatched on the CPU"},
+        "with": plan,
+        **changes,
+    }
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The document that the command writes to, with an empty table."""
+    document = tmp_path / "compatibility.md"
+    document.write_text(f"before\n{report.BEGIN}{report.END}after\n", "utf-8")
+    monkeypatch.setattr(report, "DOCUMENT", document)
+    return document
+
+
+def test_report_writes_a_line_per_cell(written, tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps(result()), "utf-8")
+    assert report.main(tmp_path, ["one"]) is None
+    before, begin, head, ruler, line, end, after = written.read_text("utf-8").splitlines()
+    assert (before, begin, end, after) == ("before", "<!-- matrix -->", "<!-- end -->", "after")
+    assert head.count("|") == ruler.count("|") == line.count("|")
+    assert line == (
+        "| 5.0.0 | 1.12.0 | 0.49.1 | 3.11 | #47203, #47211 | ValueError | loads on GPUs |"
+    )
+
+
+def test_report_names_a_cell_that_did_not_run_or_failed(written, tmp_path):
+    before = written.read_text("utf-8")
+    (tmp_path / "one.json").write_text(json.dumps(result(failed=1)), "utf-8")
+    assert report.main(tmp_path, ["one"]) == "failed: one"
+    assert report.main(tmp_path, ["one", "other"]) == "not run: other"
+    assert written.read_text("utf-8") == before
