@@ -26,7 +26,7 @@ TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {
     *("python", "torch", "bounds", "ci", "deep", "quantizers"),
-    *("demo", "expected", "bench", "true_sizes"),
+    *("demo", "expected", "bench", "true_sizes", "overrides", "environment"),
 }
 
 #: What every cell shows; rows with `deep` run all of tests/release.
@@ -112,6 +112,8 @@ def run_pytest(session: nox.Session, *arguments: str) -> None:
 
 def install_row(session: nox.Session, row: Row, *extra: str) -> None:
     torch = torch_cpu(row["python"]) if row.get("torch", True) else []
+    extra += overrides(session, row)
+    session.env.update(row.get("environment", {}))
     try:
         if row.get("bounds") == "lowest":
             lowest = ["--resolution", "lowest-direct", "-r", "pyproject.toml"]
@@ -120,6 +122,15 @@ def install_row(session: nox.Session, row: Row, *extra: str) -> None:
     except nox.command.CommandFailed:
         session.error(f"cannot install {name(row)}")
     share_byte_code(session, row["python"])
+
+
+def overrides(session: nox.Session, row: Row) -> tuple[str, ...]:
+    """Install arguments that put the row's `overrides` in place of what its packages require."""
+    if "overrides" not in row:
+        return ()
+    file = Path(session.virtualenv.location) / "overrides.txt"
+    file.write_text("".join(f"{requirement}\n" for requirement in row["overrides"]), "utf-8")
+    return ("--override", str(file))
 
 
 def share_byte_code(session: nox.Session, python: str) -> None:

@@ -249,7 +249,7 @@ UNFIXED = {
     ("transformers", "only absent classes", "auto"): (ValueError, "5.14.0", NEWEST),
     ("transformers", "towers tied in pairs", "sequential"): (IndexError, "4.30.0", NEWEST),
     ("transformers", "a small device after a large one", "auto"): ("spills", "4.30.0", NEWEST),
-    ("accelerate", "gaps", "balanced_low_0"): (KeyError, "0.21.0", NEWEST),
+    ("accelerate", "gaps", "balanced_low_0"): (KeyError, "0.21.0", "1.16.0"),
     ("accelerate", "not from 0", "balanced_low_0"): (KeyError, "0.21.0", NEWEST),
     ("accelerate", "towers tied in pairs", "sequential"): (IndexError, "0.21.0", NEWEST),
     ("accelerate", "a small device after a large one", "auto"): ("spills", "0.21.0", NEWEST),
@@ -263,9 +263,13 @@ UNFIXED = {
 def test_faults_that_upstream_has(seam, name, strategy):
     fault, first, fixed = UNFIXED[seam, name, strategy]
     version = shapes.TRANSFORMERS if seam == "transformers" else ACCELERATE
+    faulty = Version(first) <= version < Version(fixed)
+    if seam == "transformers" and version.major < 5:  # plans with accelerate's functions
+        _, _, mended = UNFIXED.get(("accelerate", name, strategy), UNFIXED[seam, name, strategy])
+        faulty = faulty and Version(mended) > ACCELERATE
     bnb_dispatch_fix.deactivate()
     _, found = SEAMS[seam](KINDS[name], strategy)
-    assert (seen(found) == fault) == (Version(first) <= version < Version(fixed)), found
+    assert (seen(found) == fault) == faulty, found
 
 
 def seen(outcome):
