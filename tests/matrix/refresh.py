@@ -2,7 +2,8 @@
 
 `python tests/matrix/refresh.py` rewrites what stands below the marker line and keeps every byte
 above it. With `--audit` nothing is written: the releases that the matrix knows are derived again
-and any difference is printed and fails; releases it does not know are reported.
+and any difference is printed and fails; releases it does not know are reported, and fail too with
+`--fail-on-news`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import difflib
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import yaml
 from packaging.version import Version
@@ -191,11 +192,14 @@ def known_releases(matrix: Mapping[str, Any]) -> list[Release]:
     ]
 
 
-def audit(matrix: Mapping[str, Any], generated: str, cache: Path, jobs: int) -> bool:
+def audit(
+    matrix: Mapping[str, Any], generated: str, cache: Path, jobs: int, *, fail_on_news: bool = False
+) -> bool:
     """Prints how the matrix differs from the wheels; returns whether it does not.
 
-    Releases that appeared, or were yanked, after the last refresh are reported and are no
-    difference: nothing that the matrix says has become wrong by them.
+    Releases that appeared, or were yanked, after the last refresh are reported. They are no
+    difference, because nothing that the matrix says has become wrong by them, but count as one
+    with *fail_on_news*.
     """
     known = known_releases(matrix)
     derived = derive(matrix, known, cache, jobs)
@@ -208,13 +212,17 @@ def audit(matrix: Mapping[str, Any], generated: str, cache: Path, jobs: int) -> 
         )
     )
     sys.stdout.writelines(diff)
-    _report_news(known, [r for p in sorted(LOWEST) for r in list_releases(p, LOWEST[p])])
+    listed = [r for p in sorted(LOWEST) for r in list_releases(p, LOWEST[p])]
+    news = list(_news(known, listed))
+    for line in news:
+        print(f"audit: {line}")
     verdict = "differs from" if diff else "agrees with"
     print(f"audit: compat_matrix.yaml {verdict} the wheels of {len(known)} releases")
-    return not diff
+    return not diff and not (news and fail_on_news)
 
 
-def _report_news(known: Sequence[Release], listed: Sequence[Release]) -> None:
+def _news(known: Sequence[Release], listed: Sequence[Release]) -> Iterator[str]:
+    """Yields a line for each listed release that is not known, or not known as yanked or not."""
     yanked = {(r.package, r.version): r.yanked for r in known}
     for release in listed:
         before = yanked.get((release.package, release.version))
@@ -222,15 +230,16 @@ def _report_news(known: Sequence[Release], listed: Sequence[Release]) -> None:
             others = [r.version for r in known if r.package == release.package]
             newer = all(release.version > version for version in others)
             kind = "newer than the matrix" if newer else "not in the matrix"
-            print(f"audit: {release.pin} is {kind}; run `nox -s refresh`")
+            yield f"{release.pin} is {kind}; run `nox -s refresh`"
         elif before != release.yanked:
-            print(f"audit: {release.pin} was {'' if release.yanked else 'un-'}yanked meanwhile")
+            yield f"{release.pin} was {'' if release.yanked else 'un-'}yanked meanwhile"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Refreshes the matrix, or audits it; returns the exit status."""
     parser = argparse.ArgumentParser(prog="refresh", description=__doc__.split("\n")[0])
     parser.add_argument("--audit", action="store_true", help="write nothing, fail on a difference")
+    parser.add_argument("--fail-on-news", action="store_true", help="so does a release it lacks")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder for sources")
     parser.add_argument("--jobs", type=int, default=4, help="downloads at the same time")
     options = parser.parse_args(arguments)
@@ -238,7 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matrix = yaml.safe_load(above + below)
     try:
         if options.audit:
-            return 0 if audit(matrix, below, options.cache, options.jobs) else 1
+            news = options.fail_on_news
+            same = audit(matrix, below, options.cache, options.jobs, fail_on_news=news)
+            return 0 if same else 1
         releases = [r for p in sorted(LOWEST) for r in list_releases(p, LOWEST[p])]
         derived = derive(matrix, releases, options.cache, options.jobs)
     except (WheelError, MatrixConflict) as error:

@@ -58,6 +58,27 @@ def test_a_package_without_the_fix_lacks_it_in_every_release():
     assert [e["lacks"] for e in entries["accelerate.get_balanced_memory"]] == [[1, 2], [1, 2]]
 
 
+def test_one_fix_is_looked_for_in_both_packages_and_each_has_its_own_first_release():
+    matrix = {
+        "fixes": [{"pr": 3, "package": "accelerate", "first": "1.16.0"}],
+        "seams": [
+            {"implementation": "accelerate.get_balanced_memory", "fixes": [3]},
+            {"implementation": "transformers.get_balanced_memory", "fixes": [3]},
+        ],
+    }
+    sources = {
+        release("1.15.0", "accelerate"): {ACCELERATE: OLD},
+        release("1.16.0", "accelerate"): {ACCELERATE: NEW},
+        release("5.24.0"): {PLANNER: HALF},
+        release("5.25.0"): {PLANNER: NEW},
+    }
+    found = refresh.fingerprints_of(sources)
+    entries = yaml.safe_load(refresh.render(matrix, found, list(sources)))["implementations"]
+
+    assert [e["lacks"] for e in entries["accelerate.get_balanced_memory"]] == [[3], []]
+    assert [e["lacks"] for e in entries["transformers.get_balanced_memory"]] == [[3], [3]]
+
+
 def test_a_text_that_comes_back_is_one_entry_with_two_ranges():
     texts = {"5.2.0": OLD, "5.3.0": HALF, "5.4.0": OLD, "5.5.0": OTHER, "5.6.0": OLD}
     first, second = derived(texts)["transformers.get_balanced_memory"]
@@ -146,6 +167,16 @@ def test_audit_reports_releases_that_the_matrix_does_not_know(offline, capsys):
         "audit: transformers==5.1.1 is not in the matrix; run `nox -s refresh`",
         "audit: transformers==5.3.0 is newer than the matrix; run `nox -s refresh`",
     ]
+
+
+def test_news_fail_the_audit_only_where_that_is_asked_for(offline):
+    _, _, listed, _ = offline
+    refresh.main([])
+    assert refresh.main(["--audit", "--fail-on-news"]) == 0
+
+    listed["transformers"].append(release("5.3.0"))
+    assert refresh.main(["--audit"]) == 0
+    assert refresh.main(["--audit", "--fail-on-news"]) == 1
 
 
 def test_a_matrix_without_the_marker_is_refused():
