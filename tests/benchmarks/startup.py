@@ -20,12 +20,13 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import bnb_dispatch_fix
 from bnb_dispatch_fix.startup import autoload
 
 PURELIB = Path(sysconfig.get_paths()["purelib"])
 #: What start-up files may cost, as a factor of the instructions of `python -c pass`.
 AUTOLOAD_LIMIT = 1.05
-PASS = "pass"
+PASS = "pass"  # noqa: S105  # the statement
 SHIM = "import bnb_dispatch_fix"
 #: The real `from_pretrained` on simulated GPUs, see bnb_dispatch_fix/planning/simulation.py.
 PLANNING = """
@@ -155,8 +156,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--planning-rounds", type=int, default=5)
     arguments = parser.parse_args()
-    if Path(autoload.__file__).parent.parent != PURELIB:
-        sys.exit(f"install the shim into {PURELIB} first; this is {Path(autoload.__file__).parent}")
+    package = Path(bnb_dispatch_fix.__file__).parent
+    if package.parent != PURELIB:
+        sys.exit(f"install the shim into {PURELIB} first; this is {package}")
 
     run(SHIM)  # writes the byte code
     tool, count = counter()

@@ -20,13 +20,14 @@ from pathlib import Path
 import pytest
 from cell import QUIET, installed
 
+import bnb_dispatch_fix
 from bnb_dispatch_fix.patching.matrix import matrix_path
 from bnb_dispatch_fix.startup import autoload
 
 pytestmark = pytest.mark.skipif(
     installed("torch") is None, reason="the planners cannot be imported: no torch"
 )
-PACKAGE = Path(autoload.__file__).parent
+PACKAGE = Path(bnb_dispatch_fix.__file__).parent
 PURELIB = Path(sysconfig.get_paths()["purelib"])
 
 #: accelerate's function is unfixed in every release, so that it is ours wherever the shim is.
