@@ -10,6 +10,7 @@ those whose name contains "4.57".
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,12 @@ def name(row: Row) -> str:
     return "-".join(parts if row.get("torch", True) else [*parts, "no_torch"])
 
 
-def cells(rows: list[Row]) -> list[Any]:
-    return [nox.param(row["python"], row, id=name(row)) for row in rows]
+def cells(rows: list[Row], tag: str = "") -> list[Any]:
+    """Parameters of a session, one for each row; rows that have the key *tag* get it as a tag."""
+    return [
+        nox.param(row["python"], row, id=name(row), tags=[tag] if row.get(tag) else [])
+        for row in rows
+    ]
 
 
 # Importing torch and transformers is most of a cell's work; compiling them each time doubles it.
@@ -149,17 +154,26 @@ def share_byte_code(session: nox.Session, python: str) -> None:
     COMPILED[python] = here
 
 
+def run_hooks(session: nox.Session, *ids: str) -> None:
+    """Run hooks of .pre-commit-config.yaml on all files; versions and commands stand there."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))
+    hooks = {hook["id"]: hook for repo in config["repos"] for hook in repo["hooks"]}
+    chosen = [hooks[id] for id in ids]
+    session.install("--quiet", *{pin for hook in chosen for pin in hook["additional_dependencies"]})
+    for hook in chosen:
+        session.run(*shlex.split(hook["entry"]))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
-    session.install("--quiet", "ruff==0.17.6")
-    session.run("ruff", "check")
-    session.run("ruff", "format", "--check")
+    """ruff, the direction of the imports, the workflow and the pre-commit file."""
+    run_hooks(session, "ruff-check", "ruff-format", "import-linter")
+    run_hooks(session, "workflow", "workflow-timeouts", "pre-commit")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    session.install("--quiet", "mypy==2.4.1", "types-PyYAML", "packaging")
-    session.run("mypy")
+    run_hooks(session, "mypy")
 
 
 @nox.session
@@ -185,7 +199,7 @@ def tests(row: Row) -> list[str]:
 
 
 @nox.session
-@nox.parametrize("python,row", cells(ROWS))
+@nox.parametrize("python,row", cells(ROWS, tag="ci"))
 def matrix(session: nox.Session, row: Row) -> None:
     """One cell: a released combination and the project's wheel."""
     if not all(part in name(row) for part in session.posargs):
@@ -265,7 +279,7 @@ def startup(session: nox.Session, row: Row) -> None:
     session.run("python", "tests/benchmarks/startup.py", *session.posargs)
 
 
-@nox.session
+@nox.session(tags=["ci"])
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("demo")]))
 def demo(session: nox.Session, row: Row) -> None:
     """The error without the shim, the same model loading with it; simulated GPUs, no network."""

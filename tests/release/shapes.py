@@ -198,7 +198,7 @@ def call_planner(model, strategy, max_memory, using):
     with simulated_gpus():
         try:
             return Outcome(_get_device_map(model, strategy, given, using, *tail), None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # any error is the outcome
             return Outcome(None, error)
 
 

@@ -73,7 +73,7 @@ def loader_seam(kind, strategy):
     with simulated_gpus():
         try:
             return model, Outcome(legacy.from_pretrained(from_pretrained, **asked), None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # any error is the outcome
             return model, Outcome(None, error)
 
 
@@ -93,7 +93,7 @@ def accelerate_seam(kind, strategy):
                 model, config, strategy, {**max_memory, "cpu": 10**9}, list(kind.classes)
             )
             return model, Outcome(device_map, None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # any error is the outcome
             return model, Outcome(None, error)
 
 
