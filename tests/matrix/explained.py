@@ -62,7 +62,7 @@ def said_about(code: str, setting: str = "") -> str:
 def _error_of(call: Callable[[], Any]) -> Optional[Exception]:
     try:
         call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever it raises is what is shown
         return error
     return None
 

@@ -1,13 +1,14 @@
 """Renders the table of tested combinations from the result files of `nox -s matrix`.
 
 `python tests/matrix/report.py RESULTS CELL...` replaces what stands between the two marker lines of
-docs/compatibility.md. A cell without a result file, or with a failed test, is named and nothing is
-written.
+docs/compatibility.md. A cell that was not run keeps its line; one that has none yet, or with a
+failed test, is named and nothing is written.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -39,7 +40,11 @@ def line(result):
 
 def table(results):
     """Markdown, in the order given; rows that would read the same stand once."""
-    lines = dict.fromkeys(line(result) for result in results)
+    return as_table(line(result) for result in results)
+
+
+def as_table(lines):
+    lines = dict.fromkeys(lines)
     return "\n".join([f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *lines]) + "\n"
 
 
@@ -47,6 +52,12 @@ def lines_of(text):
     """The cells of the document's table, a tuple per line."""
     found = text.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in found]
+
+
+def key_of(name):
+    """What a line begins with, read off a cell's name: versions of the packages, and Python's."""
+    parts = dict(re.findall(r"(?:^|-)(py|[a-z_]+)(\d[^-]*)", name))
+    return (*(parts.get(package, "–") for package in PACKAGES), parts.get("py"))
 
 
 def replaced(text, new):
@@ -60,15 +71,20 @@ def replaced(text, new):
 
 def main(folder, names):
     """Render the results of the cells called `names`; an exit message where one is not green."""
+    text = DOCUMENT.read_text("utf-8")
+    known = {cells[: len(PACKAGES) + 1]: f"| {' | '.join(cells)} |" for cells in lines_of(text)}
     files = {name: folder / f"{name}.json" for name in names}
-    missing = [name for name, file in files.items() if not file.exists()]
+    results = {
+        name: json.loads(file.read_text("utf-8")) for name, file in files.items() if file.exists()
+    }
+    missing = [name for name in names if name not in results and key_of(name) not in known]
     if missing:
         return "not run: " + ", ".join(missing)
-    results = {name: json.loads(file.read_text("utf-8")) for name, file in files.items()}
     failed = [name for name, result in results.items() if result["failed"]]
     if failed:
         return "failed: " + ", ".join(failed)
-    DOCUMENT.write_text(replaced(DOCUMENT.read_text("utf-8"), table(results.values())), "utf-8")
+    rows = (line(results[name]) if name in results else known[key_of(name)] for name in names)
+    DOCUMENT.write_text(replaced(text, as_table(rows)), "utf-8")
     return None
 
 

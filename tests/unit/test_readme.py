@@ -162,7 +162,7 @@ def test_every_document_is_linked_from_the_readme():
 
 def test_the_picture_is_well_formed_and_shown():
     """What it shows is compared in the demo's cell."""
-    ElementTree.parse(readme.PICTURE)
+    ElementTree.parse(readme.PICTURE)  # noqa: S314  # the project's own file
     command = " ".join(("plan", *readme.PICTURED))
     for name, path in (("README.md", "docs/plan.svg"), ("docs/plan.md", "plan.svg")):
         assert f"]({path})" in TEXTS[name]
@@ -259,3 +259,13 @@ def test_report_names_a_cell_that_did_not_run_or_failed(written, tmp_path):
     assert report.main(tmp_path, ["one"]) == "failed: one"
     assert report.main(tmp_path, ["one", "other"]) == "not run: other"
     assert written.read_text("utf-8") == before
+
+
+def test_report_keeps_the_line_of_a_cell_that_was_not_run(written, tmp_path):
+    old = "py3.11-transformers4.30.2-accelerate0.20.3-bitsandbytes0.42.0"
+    kept = "| 4.30.2 | 0.20.3 | 0.42.0 | 3.11 | #47203 | lm_head on the CPU | loads on GPUs |"
+    written.write_text(f"{report.BEGIN}head\nruler\n{kept}\n{report.END}", "utf-8")
+    (tmp_path / "one.json").write_text(json.dumps(result()), "utf-8")
+    assert report.main(tmp_path, ["one", old]) is None
+    assert written.read_text("utf-8").splitlines()[-2] == kept
+    assert report.main(tmp_path, [old.replace("3.11", "3.8")]).startswith("not run: py3.8")
