@@ -8,6 +8,7 @@ from bnb_dispatch_fix.backport.balanced import (
     Bytes,
     balanced_caps,
     largest_leaf_module,
+    lone_device_share,
     no_split_names,
 )
 from bnb_dispatch_fix.backport.transformers_v5 import largest_instance
@@ -56,6 +57,7 @@ def get_balanced_memory(
         largest_leaf=largest_leaf_module(_tensors_only(sizes)),
         low_zero=low_zero,
         caller_set_budgets=max_memory is not None,
+        lone_share=lone_device_share(installed),
     )
 
 

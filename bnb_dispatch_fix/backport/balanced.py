@@ -8,7 +8,7 @@ accelerate 1.15.0 share.
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
 
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import HOST
@@ -17,8 +17,10 @@ Bytes = Union[int, float]
 
 #: Headroom over the largest indivisible piece, as a factor (unchanged since accelerate 0.12).
 BUFFER_FACTOR = 1.25
-#: Share of a lone accelerator that is planned when the caller gave no `max_memory`.
+#: Share of a lone accelerator that is planned when the caller gave no `max_memory`: accelerate
+#: 0.22 and newer, transformers 5. Earlier accelerate plans all of it (see `lone_device_share`).
 LONE_DEVICE_SHARE = 0.9
+_MAX_WRAPPERS = 32
 
 
 def balanced_caps(
@@ -29,6 +31,7 @@ def balanced_caps(
     *,
     low_zero: bool = False,
     caller_set_budgets: bool = True,
+    lone_share: float = LONE_DEVICE_SHARE,
 ) -> Dict[Device, Bytes]:
     """Cap each accelerator but the last so that a model spreads over all of them.
 
@@ -38,8 +41,8 @@ def balanced_caps(
         largest_no_split: bytes of the largest module that may not be split; 0 if there is none.
         largest_leaf: bytes of the largest leaf module; 0 if there is none.
         low_zero: keep GPU 0 as empty as the others allow ("balanced_low_0").
-        caller_set_budgets: False where the budgets are free memory; a lone accelerator then
-            keeps 10 % back.
+        caller_set_budgets: False where the budgets are free memory.
+        lone_share: what is then planned of a lone accelerator; the installed release's own.
 
     Returns:
         A new dict with the keys and order of `budgets`, in bytes. Budgets without any
@@ -52,7 +55,7 @@ def balanced_caps(
     if len(accelerators) == 1:
         low_zero = False
         if not caller_set_budgets:
-            _keep_share_back(caps)
+            _keep_share_back(caps, lone_share)
 
     share = total // (len(accelerators) - 1 if low_zero else len(accelerators))
     share += int(BUFFER_FACTOR * max(largest_no_split, largest_leaf))
@@ -68,11 +71,29 @@ def balanced_caps(
     return caps
 
 
-def _keep_share_back(caps: Dict[Device, Bytes]) -> None:
-    for device in caps:
+def _keep_share_back(caps: Dict[Device, Bytes], share: float) -> None:
+    for device in caps if share < 1 else ():
         if isinstance(device, int):
-            caps[device] *= LONE_DEVICE_SHARE
+            caps[device] *= share
             return
+
+
+def lone_device_share(function: Any) -> float:
+    """What an installed `get_balanced_memory` plans of a lone accelerator without `max_memory`.
+
+    Read off its code: accelerate 0.20 and 0.21 have no such factor there, all later releases
+    and transformers 5 have 0.9. Code that cannot be read counts as a later one.
+    """
+    for _ in range(_MAX_WRAPPERS):
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None:
+            break
+        function = inner
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return LONE_DEVICE_SHARE
+    shares = [c for c in code.co_consts if isinstance(c, float) and 0 < c < 1]
+    return min(shares, default=1.0)
 
 
 def _low_zero_devices(

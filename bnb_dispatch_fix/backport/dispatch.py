@@ -82,10 +82,15 @@ def _tied_in_memory(tied: Any, model: Any) -> Callable[[Any], List[Any]]:
     Tied weights are told apart by their address, which is 0 for all tensors on the meta device:
     accelerate 0.27-1.14 would take every offloaded weight for a tied one.
     """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
+    # torch before 2.0 has no named_parameters(remove_duplicate=).
+    tensors = {
+        f"{module_name}.{leaf}" if module_name else leaf: tensor
+        for module_name, module in model.named_modules(remove_duplicate=False)
+        for leaf, tensor in module._parameters.items()
+    }
 
     def on_meta(group: Any) -> bool:
-        return any(name in tensors and tensors[name].device.type == "meta" for name in group)
+        return any(getattr(tensors.get(name), "is_meta", False) for name in group)
 
     groups = [group for group in tied if not on_meta(group)]
     return lambda model, **options: groups

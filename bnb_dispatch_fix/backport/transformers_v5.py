@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
 
-from bnb_dispatch_fix.backport.balanced import Bytes, balanced_caps, no_split_names
+from bnb_dispatch_fix.backport.balanced import (
+    Bytes,
+    balanced_caps,
+    lone_device_share,
+    no_split_names,
+)
 from bnb_dispatch_fix.placement.records import Device
 
 #: What must stand beside the installed function, and the parameters it must take.
@@ -37,6 +42,7 @@ def get_balanced_memory(
         largest_leaf=max(leaf_sizes.values(), default=0),
         low_zero=low_zero,
         caller_set_budgets=max_memory is not None,
+        lone_share=lone_device_share(installed),
     )
 
 

@@ -7,14 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
+from bnb_dispatch_fix.backport.balanced import LONE_DEVICE_SHARE
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import HOST
 
 Budget = Dict[Device, Any]
 
-#: The share of free memory used on a machine with one accelerator and no `max_memory`
-#: (accelerate 0.22 and newer, transformers 5; not for "sequential").
-SINGLE_DEVICE_SHARE = 0.9
 #: What bitsandbytes is left of every budget; transformers 4.33-4.37 apply it in `from_pretrained`,
 #: later releases in the quantizer, earlier ones and accelerate's own callers not at all.
 BITSANDBYTES_SHARE = 0.9
@@ -48,7 +46,7 @@ def usable_budgets(
     *,
     get_max_memory: Callable[[Optional[Budget]], Budget],
     adjust: Optional[Callable[[Budget], Budget]] = None,
-    single_device_share: float = SINGLE_DEVICE_SHARE,
+    single_device_share: float = LONE_DEVICE_SHARE,
     unused: Optional[Callable[[Device], int]] = None,
 ) -> Budgets:
     """Return what each device may hold, as the installed release counts it before it balances.
@@ -56,7 +54,7 @@ def usable_budgets(
     `max_memory` is the caller's (bytes as int, float or numpy scalar, or text such as "22GiB"; it
     is not changed) or None for what is free. `get_max_memory` and `adjust` (the
     quantizer's `adjust_max_memory`) are the installed ones. `single_device_share` is for one
-    accelerator without `max_memory`; pass 1 for "sequential". `unused` tells how many bytes of a
+    accelerator without `max_memory` (see `requests.lone_share`). `unused` tells how many bytes of a
     device torch has reserved and does not use, where the planner adds these (see `adds_unused`).
 
     No budget is above the caller's. Everything is rounded down; negative is 0. Raises what

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 
 from bnb_dispatch_fix.backport.balanced import no_split_names
 from bnb_dispatch_fix.model.budgets import BITSANDBYTES_SHARE
-from bnb_dispatch_fix.model.requests import Request, copied, lone_share
+from bnb_dispatch_fix.model.requests import Request, copied, lone_share, release_of
 from bnb_dispatch_fix.model.sizers import call_sizer
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import STRATEGIES
@@ -99,7 +99,7 @@ def read_request(
         get_max_memory=get_max_memory,
         adjust=lambda budgets: {device: size * share for device, size in budgets.items()},
         sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes"), quantizer),
-        lone_share=lone_share(load.strategy),
+        lone_share=lone_share(load.strategy, installed),
     )
 
 
@@ -114,7 +114,7 @@ def _share_left(
     read again, so without `max_memory` it is the tenth that bitsandbytes takes since 4.33.
     """
     if asked is None or seen is None:
-        return BITSANDBYTES_SHARE
+        return BITSANDBYTES_SHARE if release_of("transformers") >= (4, 33) else 1.0
     budgets = get_max_memory(copied(asked))
     numbered = [d for d in budgets if isinstance(d, int) and budgets[d] > 0 and d in seen]
     if not numbered:

@@ -8,9 +8,12 @@ from typing import Any, Callable, Collection, Dict, FrozenSet, Mapping, NamedTup
 
 from packaging.version import Version
 
-from bnb_dispatch_fix.backport.balanced import no_split_names
+from bnb_dispatch_fix.backport.balanced import (
+    LONE_DEVICE_SHARE,
+    lone_device_share,
+    no_split_names,
+)
 from bnb_dispatch_fix.model.budgets import (
-    SINGLE_DEVICE_SHARE,
     Budgets,
     adds_unused,
     reserved_but_unused,
@@ -43,7 +46,7 @@ class Request(NamedTuple):
     get_max_memory: Callable[..., Dict[Device, Any]]
     adjust: Optional[Callable[[Dict[Device, Any]], Dict[Device, Any]]]
     sizer: Sizer
-    lone_share: float = SINGLE_DEVICE_SHARE
+    lone_share: float = LONE_DEVICE_SHARE
     adds_unused: bool = False
     no_placement: FrozenSet[str] = frozenset()
     counts_true_sizes: bool = False
@@ -115,8 +118,8 @@ def from_transformers(
         get_max_memory=installed.__globals__["get_max_memory"],
         adjust=getattr(quantizer, "adjust_max_memory", None),
         sizer=sizer_for(model, quantizer, dtype),
-        lone_share=lone_share(strategy),
-        adds_unused=adds_unused(_release("transformers")),
+        lone_share=lone_share(strategy, installed),
+        adds_unused=adds_unused(release_of("transformers")),
         no_placement=_no_placement(installed, model),
         counts_true_sizes=planners_count_is_true(model, quantizer, dtype),
     )
@@ -148,7 +151,7 @@ def from_accelerate_bnb(
         get_max_memory=sys.modules["accelerate.utils.modeling"].get_max_memory,
         adjust=None,
         sizer=sizer_for(given["model"], config),
-        lone_share=lone_share(strategy),
+        lone_share=lone_share(strategy, installed),
     )
 
 
@@ -179,10 +182,16 @@ def copied(max_memory: Optional[Mapping[Device, Any]]) -> Optional[Dict[Device, 
     return None if max_memory is None else dict(max_memory)
 
 
-def lone_share(strategy: str) -> float:
-    """What is used of a lone accelerator without `max_memory`; only balancing keeps a tenth."""
-    return 1.0 if strategy == "sequential" else SINGLE_DEVICE_SHARE
+def lone_share(strategy: str, planner: Callable[..., Any]) -> float:
+    """What is used of a lone accelerator without `max_memory`; only balancing keeps some back.
+
+    How much, the release's `get_balanced_memory` beside the `planner` says.
+    """
+    if strategy == "sequential":
+        return 1.0
+    return lone_device_share(planner.__globals__.get("get_balanced_memory"))
 
 
-def _release(package: str) -> Tuple[int, ...]:
+def release_of(package: str) -> Tuple[int, ...]:
+    """The numbers of the version that is loaded."""
     return Version(sys.modules[package].__version__).release

@@ -22,8 +22,7 @@ def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
     try:
         import torch
 
-        with torch.device("meta"):
-            model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1, device="meta"))
         silent = logging.Logger("bnb_dispatch_fix.probe", logging.CRITICAL + 1)
         copy = rebound(function, {"logger": silent, "logging": silent})
         dispatched = copy(model, {"": "disk"}, offload_index={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import math
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch", reason="runs from_pretrained: needs torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
+import models
 import numpy
 import planned
 import shapes
@@ -23,7 +25,7 @@ from bnb_dispatch_fix.model.budgets import (
     reserved_but_unused,
     usable_budgets,
 )
-from bnb_dispatch_fix.planning.simulation import simulated_gpus
+from bnb_dispatch_fix.planning.simulation import Planned, simulated_gpus
 
 RELEASE = Version(transformers.__version__).release
 ACCELERATE = Version(importlib.metadata.version("accelerate")).release
@@ -131,6 +133,40 @@ def test_one_gpu_without_max_memory(strategy, checkpoint):
     if strategy == "auto" and KEEPS_A_TENTH:
         expected *= 0.9
     assert ours.usable[0] == math.floor(expected)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "auto"])
+def test_what_the_shim_reads_of_one_gpu_without_max_memory(strategy, checkpoint):
+    """On every release: 4.30-4.49 plan inside `from_pretrained`, where the shim reads it itself."""
+    given = []
+
+    def look(model, quantizer, arguments):
+        given.append(arguments["max_memory"])
+
+    with simulated_gpus(FREE), planned.requests() as requests:
+        with contextlib.suppress(Planned):
+            planned.plan(
+                *("opt", checkpoint, 4, torch.float16, look), stop=False, device_map=strategy
+            )
+        read = requests[0].budgets()
+    leaves = FREE[0] if given[0] is None else given[0][0]  # 4.30 passes None on for "sequential"
+    assert read.accelerators == {0: math.floor(leaves)}
+
+
+def test_balancing_keeps_back_of_one_gpu_what_the_installed_release_does():
+    names = {4: "transformers.modeling_utils", 5: "transformers.integrations.accelerate"}
+    planner = importlib.import_module(names[planned.GENERATION])
+    model = models.build("tiny")
+    quantizer = [models.quantizer()] if planned.GENERATION == 5 else []
+
+    def caps():
+        with simulated_gpus(FREE):
+            return planner.get_balanced_memory(model, None, [models.BLOCK], *quantizer)
+
+    found = caps()
+    deactivate()
+    assert found == caps()
+    assert found[0] == FREE[0] * (0.9 if KEEPS_A_TENTH else 1)
 
 
 def test_two_gpus_without_max_memory(checkpoint):
