@@ -15,8 +15,8 @@ _WHOLE_DISK_REFUSED = 4083
 def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
     """Run a copy of `function` on one meta leaf that is entirely on the disk; nothing is read.
 
-    Fault 4083 is confirmed by a ValueError that names the disk and ruled out by an answer with
-    hooks. Needs torch; without it all is undecided. Never raises.
+    Fault 4083 is confirmed by a ValueError that names the disk, or by an IndexError (accelerate
+    0.20 takes the first device that is none of the host's), and ruled out by an answer with hooks. Needs torch; without it all is undecided. Never raises.
     """
     pr = (_WHOLE_DISK_REFUSED,)
     try:
@@ -30,6 +30,8 @@ def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
         if "disk" in str(error):
             return ProbeResult(pr, (), (), "#4083 confirmed: a map that is all disk is refused")
         return ProbeResult((), (), pr, f"#4083 undecided: ValueError: {error}")
+    except IndexError:
+        return ProbeResult(pr, (), (), "#4083 confirmed: a map that is all disk has no device")
     except Exception as error:
         return ProbeResult((), (), pr, f"#4083 undecided: {one_line(error)}")
     if hasattr(dispatched[0], "_hf_hook"):
