@@ -170,14 +170,18 @@ class Switchboard:
                 return
             changed = found_at(owner, attribute) is not found
             if not changed:
-                self._patches[seam.id] = patch = self._patch_over(seam, owner, attribute, original)
+                self._patches[seam.id] = patch = self._patch_over(
+                    seam, owner, attribute, original, verdict.lacks
+                )
                 patch.apply()
         if changed:  # by another thread, while this one judged
             self._patch(seam, module)
         else:
             self._announce(seam, verdict.reason)
 
-    def _patch_over(self, seam: Seam, owner: Any, attribute: str, original: Any) -> Patch:
+    def _patch_over(
+        self, seam: Seam, owner: Any, attribute: str, original: Any, lacks: Tuple[int, ...]
+    ) -> Patch:
         """The patch that stood there before it was undone: its wrapper may be kept somewhere."""
         undone = self._undone.pop(seam.id, None)
         if undone is not None and undone.owner is owner and undone.original is original:
@@ -187,7 +191,7 @@ class Switchboard:
             owner,
             attribute,
             original,
-            handler(seam.implementation, report),
+            handler(seam.implementation, report, lacks),
             is_on=functools.partial(_on, seam),
         )
 

@@ -37,9 +37,9 @@ def get_balanced_memory(
     special_dtypes: Optional[Mapping[str, Any]] = None,
     low_zero: bool = False,
 ) -> Dict[Device, Bytes]:
-    """Balanced caps in bytes: accelerate's formula with the buffer of #47203 and #47211.
+    """Balanced caps in bytes: accelerate's formula with the buffer of #47203 and #47211, and #4298.
 
-    No accelerate release has either change (1.15.0 is the newest looked at). Budgets and
+    No accelerate release has the buffer (1.16.0 is the newest looked at). Budgets and
     sizes come from the helpers beside the `installed` function.
     """
     namespace = installed.__globals__

@@ -2,13 +2,14 @@
 
 Rules and numbers: transformers PR #47203 (released in 5.14.0: the buffer covers the largest
 instance of every no-split class) and PR #47211 (released in 5.18.0: it also covers the largest
-leaf module). Everything around the buffer is the formula that transformers 5.24.0 and
-accelerate 1.15.0 share.
+leaf module), accelerate PR #4298 (released in 1.16.0: "balanced_low_0" reads the other GPUs'
+budgets by device id). Everything else is the formula that transformers 5.24.0 and accelerate
+1.16.0 share.
 """
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple, Union
 
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import HOST
@@ -40,7 +41,8 @@ def balanced_caps(
         total: bytes of the whole model.
         largest_no_split: bytes of the largest module that may not be split; 0 if there is none.
         largest_leaf: bytes of the largest leaf module; 0 if there is none.
-        low_zero: keep GPU 0 as empty as the others allow ("balanced_low_0").
+        low_zero: keep GPU 0 as empty as the others allow ("balanced_low_0"); where it is not in
+            `budgets`, which accelerate 1.16.0 answers with a KeyError, the lowest one.
         caller_set_budgets: False where the budgets are free memory.
         lone_share: what is then planned of a lone accelerator; the installed release's own.
 
@@ -65,8 +67,9 @@ def balanced_caps(
         if not (low_zero and device == 0):
             caps[device] = min(share, caps[device])
     if low_zero and numbered:
-        lowest, others = _low_zero_devices(caps, numbered, len(accelerators))
-        left_over = max(0, total - sum(caps[d] for d in others))
+        # By id, not by position (accelerate #4298); GPU 0 is named even where it has no budget.
+        lowest = 0 if 0 in caps else numbered[0]
+        left_over = max(0, total - sum(caps[d] for d in numbered[1:]))
         caps[lowest] = min(left_over, caps[lowest])
     return caps
 
@@ -94,21 +97,6 @@ def lone_device_share(function: Any) -> float:
         return LONE_DEVICE_SHARE
     shares = [c for c in code.co_consts if isinstance(c, float) and 0 < c < 1]
     return min(shares, default=1.0)
-
-
-def _low_zero_devices(
-    caps: Mapping[Device, Bytes], numbered: List[int], count: int
-) -> Tuple[int, Iterable[int]]:
-    """The device to keep empty and those that are filled first.
-
-    Upstream counts positions 0..n-1 and raises KeyError where such a device id is missing
-    (5.24.0 and accelerate 1.15.0 still do). Where its positions exist they are kept, for equal
-    numbers; otherwise the ids that are there are used.
-    """
-    positions = range(1, count)
-    if 0 in caps and all(position in caps for position in positions):
-        return 0, positions
-    return numbered[0], numbered[1:]
 
 
 def no_split_names(classes: Optional[Union[str, Iterable[str]]]) -> Tuple[str, ...]:

@@ -28,8 +28,8 @@ def get_balanced_memory(
     """Balanced caps in bytes, equal to those of transformers 5.24.0 (#47203, #47211).
 
     Budgets and sizes come from the helpers beside the `installed` function. Differs from
-    5.24.0 where that raises: a no-split class without an instance counts as 0 (5.14.0-5.24.0:
-    ValueError), ids with gaps work with `low_zero` (KeyError).
+    5.24.0 in what that lacks: a no-split class without an instance counts as 0 (5.14.0-5.24.0:
+    ValueError), and `low_zero` reads budgets by device id (accelerate #4298).
     """
     namespace = installed.__globals__
     budgets = namespace["get_max_memory"](max_memory)

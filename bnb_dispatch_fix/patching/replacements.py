@@ -13,12 +13,25 @@ from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
 from bnb_dispatch_fix.wrappers import loading, planners
 
 
+#: The installed function, and the arguments of a call of it.
+_Call = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]]
+
+
+def asks_for_low_zero(installed: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call of a `get_balanced_memory` is for "balanced_low_0"."""
+    try:
+        return bool(inspect.signature(installed).bind(*args, **kwargs).arguments.get("low_zero"))
+    except TypeError:  # the installed function says what is wrong
+        return False
+
+
 class Replacement(NamedTuple):
     """A function `(installed function, *args, **kwargs)`, and its conditions.
 
     `parameters` are those the installed function must have: all of them and no others where
     it is replaced (`exact`), at least these where it is only wrapped. `helpers` must be
-    callable beside it. `probe` runs code of unknown source on a toy model.
+    callable beside it. `probe` runs code of unknown source on a toy model. `touches` tells of
+    a PR whether it matters in a call; one that is not named there matters in all.
     """
 
     function: Callable[..., Any]
@@ -26,6 +39,14 @@ class Replacement(NamedTuple):
     helpers: Tuple[str, ...] = ()
     exact: bool = False
     probe: Callable[[Callable[..., Any]], ProbeResult] = probe_balanced_fault
+    touches: Mapping[int, Callable[..., bool]] = {}
+
+    def matters(self, lacks: Tuple[int, ...], call: _Call) -> bool:
+        """Whether what the installed function lacks can change this call's answer.
+
+        Where it cannot the installed function answers: a later release may have changed more.
+        """
+        return not lacks or any(pr not in self.touches or self.touches[pr](*call) for pr in lacks)
 
     def mismatch(self, function: Any) -> Optional[str]:
         """Why an installed function with its signature cannot be stood for; None if it can."""
@@ -46,12 +67,14 @@ REPLACEMENTS: Mapping[str, Replacement] = {
         transformers_v5.PARAMETERS,
         transformers_v5.HELPERS,
         exact=True,
+        touches={4298: asks_for_low_zero},
     ),
     "accelerate.get_balanced_memory": Replacement(
         accelerate.get_balanced_memory,
         accelerate.PARAMETERS,
         accelerate.HELPERS,
         exact=True,
+        touches={4298: asks_for_low_zero},
     ),
     "accelerate.dispatch_model": Replacement(
         dispatch.dispatch_model,
@@ -77,8 +100,12 @@ REPLACEMENTS: Mapping[str, Replacement] = {
 }
 
 
-def handler(implementation: str, on_failure: Callable[[BaseException], None]) -> Handler:
-    """The handler a patch calls.
+def handler(
+    implementation: str,
+    on_failure: Callable[[BaseException], None],
+    lacks: Tuple[int, ...] = (),
+) -> Handler:
+    """The handler a patch calls; `lacks` are the PRs that the installed function does not have.
 
     Where a function is replaced, an error of the replacement counts only if the installed
     function raises too: bad arguments raise what the installed release raises, and a fault
@@ -90,7 +117,9 @@ def handler(implementation: str, on_failure: Callable[[BaseException], None]) ->
         return replacement.function(wrapped, *args, **kwargs)
 
     def replace(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        if "backport" not in features.on():
+        if "backport" not in features.on() or not replacement.matters(
+            lacks, (wrapped, args, kwargs)
+        ):
             return wrapped(*args, **kwargs)
         try:
             return replacement.function(wrapped, *args, **kwargs)

@@ -1,10 +1,17 @@
 """The arithmetic of the balanced caps; every expected number is worked out by hand."""
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.backport.balanced import balanced_caps, largest_leaf_module, no_split_names
+from bnb_dispatch_fix.backport.balanced import (
+    balanced_caps,
+    largest_leaf_module,
+    lone_device_share,
+    no_split_names,
+)
 
 
 def test_share_is_a_part_of_the_total_plus_a_quarter_more_than_the_largest_piece():
@@ -42,9 +49,51 @@ def test_low_zero_empties_gpu_0_where_the_others_take_all():
     ],
 )
 def test_low_zero_works_where_device_ids_have_gaps(budgets, expected):
-    # transformers 5.24.0 and accelerate 1.15.0 raise KeyError here.
+    # transformers 5.24.0 and accelerate 1.15.0 raise KeyError here, 1.16.0 where 0 is missing.
     # The share is 1000 // 1 + 125 = 1125, more than any budget.
     assert balanced_caps(budgets, 1000, 100, 0, low_zero=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("budgets", "expected"),
+    [
+        # Positions 1..n-1 are there, but not those of the GPUs in use: GPU 2 takes all of it.
+        ({0: 2000, 1: 0, 2: 2000}, {0: 0, 1: 0, 2: 2000}),
+        # GPU 2 takes 700 of 1000, GPU 1 nothing: 300 stay for GPU 0.
+        ({0: 2000, 1: 0, 2: 700}, {0: 300, 1: 0, 2: 700}),
+        # GPU 0 has no budget and keeps none; GPU 1 is capped at the share, 1000 // 1 + 125.
+        ({0: 0, 1: 2000, 2: 2000}, {0: 0, 1: 1125, 2: 2000}),
+    ],
+)
+def test_low_zero_reads_budgets_by_device_id(budgets, expected):
+    # accelerate #4298: before it, all of the model stayed on GPU 0 in the first two.
+    assert balanced_caps(budgets, 1000, 100, 0, low_zero=True) == expected
+
+
+@pytest.mark.parametrize("share", [1, 0.9, 0.5])
+def test_a_lone_accelerator_keeps_back_what_the_release_does(share):
+    caps = balanced_caps({0: 1000}, 500, 0, 0, caller_set_budgets=False, lone_share=share)
+    assert caps == {0: 1000 * share}
+
+
+def test_the_share_of_a_lone_accelerator_is_read_off_the_code():
+    def keeps_a_tenth(budgets):
+        for device in budgets:
+            budgets[device] *= 0.9
+        return int(1.25 * budgets[0])
+
+    def keeps_nothing(budgets):
+        return int(1.25 * budgets[0])
+
+    @functools.wraps(keeps_nothing)
+    def wrapped(budgets):
+        return keeps_nothing(budgets) * 0.5
+
+    assert lone_device_share(keeps_a_tenth) == 0.9
+    assert lone_device_share(keeps_nothing) == 1
+    assert lone_device_share(wrapped) == 1
+    assert lone_device_share(None) == 0.9
+    assert lone_device_share(print) == 0.9
 
 
 def test_a_lone_accelerator_keeps_a_tenth_back_only_of_free_memory():
