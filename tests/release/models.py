@@ -11,6 +11,8 @@ from torch import nn
 
 #: The class that may not be split, where a model has one.
 BLOCK = "Block"
+#: The classes that `largest_made_first` gives the largest block and the largest leaf.
+LABELS = {"LargestBlock", "LargestLeaf"}
 #: How callers pass the classes that may not be split.
 FORMS = {
     "list": list,
@@ -133,6 +135,33 @@ MODELS = {
     "moe nf4": lambda: moe(linear=four_bit),
     "big embedding nf4": lambda: big_embedding(linear=four_bit),
 }
+
+
+def largest_made_first(name, classes, sizes):
+    """The model, and the class names to pass, so that the first instances are the largest."""
+    model = build(name)
+    modules = {key: module for key, module in model.named_modules() if key}
+    wanted = [classes] if isinstance(classes, str) else list(classes or ())
+    blocks = [key for key, module in modules.items() if type(module).__name__ in wanted]
+    leaves = [key for key, module in modules.items() if not list(module.children())]
+    for label, keys in (("LargestBlock", blocks), ("LargestLeaf", leaves)):
+        if keys:
+            module = modules[max(keys, key=lambda key: sizes.get(key, 0))]
+            module.__class__ = type(label, (type(module),), {})
+    return model, list({type(module).__name__ for module in modules.values()} & LABELS)
+
+
+def sizing(model):
+    """How accelerate is told the true sizes: only weights that bitsandbytes packs are 4-bit."""
+    packed = {n for n, tensor in model.named_parameters() if type(tensor).__name__ == "Params4bit"}
+    if not packed:
+        return {}
+    from accelerate.utils import CustomDtype
+
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, _ in model.named_buffers()]
+    kept = {name: torch.float16 for name in names if name not in packed}
+    return {"dtype": CustomDtype.INT4, "special_dtypes": kept}
 
 
 def build(name):

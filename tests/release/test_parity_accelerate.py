@@ -9,6 +9,8 @@ see what #47203 and #47211 would make it see. No number is computed here.
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +31,6 @@ from bnb_dispatch_fix.planning.simulation import simulated_gpus
 OLD = accelerate.__version__.startswith("0.20.")
 #: Asked everything; the other seams hold the same function, and are asked every ninth case.
 MAIN_SEAMS = {"transformers.modeling_utils", "accelerate.utils.modeling"}
-LABELS = {"LargestBlock", "LargestLeaf"}
 NAMES = [name for name in models.MODELS if not name.endswith("nf4")]
 CLASSES = [[models.BLOCK], (models.BLOCK, "Embedding"), models.BLOCK, None]
 #: Keyword arguments as transformers 4.x passes them for a plain and for a 4-bit model.
@@ -58,6 +59,11 @@ if not SEAMS:
     pytest.skip("nothing here plans with accelerate's function", allow_module_level=True)
 
 
+BY_ID = json.loads(
+    (Path(__file__).parent.parent / "data" / "caps_by_id_1.16.0.json").read_text("utf-8")
+)["cases"]
+
+
 def budgets(total):
     for count in (1, 2, 3, 8):
         yield dict.fromkeys(range(count), 2 * total)
@@ -66,20 +72,6 @@ def budgets(total):
             yield {**dict.fromkeys(range(count), 2 * total), count - 1: 0}
     yield {"cpu": total}
     yield {0: "22GiB", 1: "2GB", "cpu": "64GiB"}
-
-
-def largest_made_first(name, classes, sizes):
-    """The model, and the class names to pass, so that the first instances are the largest."""
-    model = models.build(name)
-    modules = {key: module for key, module in model.named_modules() if key}
-    wanted = [classes] if isinstance(classes, str) else list(classes or ())
-    blocks = [key for key, module in modules.items() if type(module).__name__ in wanted]
-    leaves = [key for key, module in modules.items() if not list(module.children())]
-    for label, keys in (("LargestBlock", blocks), ("LargestLeaf", leaves)):
-        if keys:
-            module = modules[max(keys, key=lambda key: sizes.get(key, 0))]
-            module.__class__ = type(label, (type(module),), {})
-    return model, list({type(module).__name__ for module in modules.values()} & LABELS)
 
 
 def requests(name):
@@ -101,7 +93,7 @@ def corrected():
             answers[name] = []
             for classes, sizing, asked in requests(name):
                 sizes = oracle.compute_module_sizes(plain, **sizing)
-                model, labels = largest_made_first(name, classes, sizes)
+                model, labels = models.largest_made_first(name, classes, sizes)
                 for max_memory, low_zero in asked:
                     try:
                         caps = oracle.get_balanced_memory(
@@ -134,3 +126,23 @@ def test_caps_are_accelerates_own_with_the_corrected_buffer(corrected, seam, nam
             if expected is not None and list(caps.items()) != expected:
                 different.append((classes, sizing, max_memory, low_zero, caps, expected))
     assert not different, f"{len(different)} of {len(pairs)}, the first: {different[0]}"
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("seam", SEAMS)
+def test_budgets_are_read_by_id_as_accelerate_1_16_0_reads_them(corrected, seam, name):
+    planner = importlib.import_module(seam)
+    model = models.build(name)
+    sizing = models.sizing(model)
+    cases = [case for case in BY_ID if case["model"] == name]
+    assert len(cases) > 30
+    different = []
+    with simulated_gpus():
+        for case in cases:
+            given = dict(case["max_memory"])
+            caps = planner.get_balanced_memory(
+                model, given, case["classes"], low_zero=True, **sizing
+            )
+            if caps != dict(case["caps"]):  # accelerate 0.20 leaves the caller's order
+                different.append((case, caps))
+    assert not different, f"{len(different)} of {len(cases)}, the first: {different[0]}"
