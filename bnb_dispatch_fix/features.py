@@ -9,15 +9,15 @@ from _thread import _local
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import FrozenSet, Iterable, Optional, Tuple
+    from typing import FrozenSet, Iterable, List, Optional, Tuple
 
 VERSION = "0.1.0"
 #: The environment variable; it also bounds what `activate(features)` can ask for.
 SWITCH = "BNB_DISPATCH_FIX"
 FEATURES = ("backport", "rescue", "explain")
-#: Values of BNB_DISPATCH_FIX that switch everything off.
-OFF = ("off", "0", "false", "no", "none")
-_ON = ("", "on", "1", "true", "yes", "all")
+#: Words of BNB_DISPATCH_FIX that switch everything off, whatever stands beside them.
+OFF = ("off", "0", "false", "no", "none", "n", "f", "disable", "disabled", "never", "nothing")
+_ON = ("on", "1", "true", "yes", "all")
 
 
 class Switch(tuple):  # type: ignore[type-arg]  # a NamedTuple would load typing
@@ -45,28 +45,45 @@ class Switch(tuple):  # type: ignore[type-arg]  # a NamedTuple would load typing
 
 
 def is_off() -> bool:
-    """Whether BNB_DISPATCH_FIX switches everything off."""
-    return os.environ.get(SWITCH, "").strip().lower() in OFF
+    """Whether BNB_DISPATCH_FIX switches everything off; in doubt it does.
+
+    An "off" anywhere in it is enough, and so is one of the words of `OFF`, in quotes or not.
+    """
+    value = os.environ.get(SWITCH, "").lower()
+    return bool(value) and ("off" in value or any(word in OFF for word in _words(value)))
+
+
+def _words(value: str) -> "List[str]":
+    return "".join(c if c.isalnum() else " " for c in value).split()
 
 
 def read_switch() -> Switch:
-    """Read BNB_DISPATCH_FIX. A name that is no feature is left out; if none is left, it is on."""
+    """Read BNB_DISPATCH_FIX. A name that is no feature is left out; if none is left, it is on.
+
+    The complaint says what a value that cannot be read as it stands was taken for.
+    """
     text = os.environ.get(SWITCH, "")
-    value = text.strip().lower()
+    value = text.lower()
+    words = _words(value)
     if is_off():
-        return Switch(text, frozenset())
-    if value in _ON:
+        clear = all(word in OFF for word in words)
+        return Switch(text, frozenset(), None if clear else _complaint(text, "", "off"))
+    if all(word in _ON for word in words):
         return Switch(text, frozenset(FEATURES))
-    names = frozenset(name.strip() for name in value.split(",") if name.strip())
+    parts = [part.strip(" \t\r\n\"'") for part in value.replace(";", ",").split(",")]
+    names = frozenset(part for part in parts if part)
     unknown = sorted(names.difference(FEATURES))
     known = names.intersection(FEATURES) or frozenset(FEATURES)
-    if not unknown:
+    if not unknown and ";" not in value:
         return Switch(text, known)
-    return Switch(
-        text,
-        known,
-        f"{SWITCH}={text!r}: {', '.join(unknown)} is no feature; expected off, on, or a "
-        f"comma-separated list of {', '.join(FEATURES)}; going on with {', '.join(sorted(known))}",
+    wrong = f" {', '.join(unknown)} is no feature;" if unknown else ""
+    return Switch(text, known, _complaint(text, wrong, ", ".join(sorted(known))))
+
+
+def _complaint(text: str, wrong: str, taken_for: str) -> str:
+    return (
+        f"{SWITCH}={text!r}:{wrong} expected off, on, or a comma-separated list of "
+        f"{', '.join(FEATURES)}; taken for {taken_for}"
     )
 
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import os
 import re
+import sys
+import textwrap
 from itertools import groupby
 from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
@@ -26,7 +30,12 @@ UNITS: Mapping[str, int] = {
 }  # fmt: skip
 _NUMBER = re.compile(r"0|[1-9]\d*", re.ASCII)
 _PLAIN = re.compile(r"[\w.-]*")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+#: What stands for a character that an encoding does not have.
+_ASCII = str.maketrans({"█": "#", "░": ".", "–": "-", "…": "~", "→": ">"})
+#: Columns of a terminal that does not say how many it has.
+COLUMNS = 80
 
 _LOGGER = logging.getLogger("bnb_dispatch_fix")
 
@@ -57,13 +66,84 @@ LINES: Mapping[str, str] = {
 def log(level: int, line: str, *arguments: Any) -> None:
     """Log one of `LINES`; a handler that raises must not break an import, a plan or a load."""
     with contextlib.suppress(Exception):
-        _LOGGER.log(level, LINES[line], *arguments)
+        shown = (visible(each, "\n") if isinstance(each, str) else each for each in arguments)
+        _LOGGER.log(level, LINES[line], *shown)
 
 
 def log_text(level: int, text: str) -> None:
     """Log a line that is worded elsewhere, as `log` does."""
     with contextlib.suppress(Exception):
-        _LOGGER.log(level, "%s", text)
+        _LOGGER.log(level, "%s", visible(text, "\n"))
+
+
+def visible(text: object, keep: str = "") -> str:
+    """A text that cannot steer a terminal: what is not printable is shown as Python escapes it.
+
+    Names come from files that anybody may have written. `keep` are characters to leave.
+    """
+    line = str(text)
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() or c in keep else _escaped(c) for c in line)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def say(text: str, stream: Any = None, *, wrap: bool = True) -> None:
+    """Print lines of the command, in the encoding of the stream; names in them are `visible`.
+
+    On a terminal they are wrapped at words.
+    """
+    stream = sys.stdout if stream is None else stream
+    width = columns(stream) if wrap else None
+    if width is not None:
+        text = "\n".join(part for line in text.split("\n") for part in wrapped(line, width))
+    print(for_encoding(text, getattr(stream, "encoding", None)), file=stream)
+
+
+def columns(stream: Any) -> Optional[int]:
+    """How wide the terminal is that a stream goes to; None where it goes elsewhere."""
+    if not stream.isatty():
+        return None
+    with contextlib.suppress(ValueError):
+        if int(os.environ.get("COLUMNS", "")) > 0:
+            return int(os.environ["COLUMNS"])
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    return None
+
+
+def wrapped(line: str, width: int, indent: Optional[int] = None) -> List[str]:
+    """A line as several of `width` columns, broken between words; the rest is indented as it is."""
+    if len(line) <= width:
+        return [line]
+    if indent is None:
+        indent = len(line) - len(line.lstrip())
+    parts = textwrap.wrap(
+        line,
+        max(width, indent + 10),
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return parts or [line]
+
+
+def is_plain(stream: Any) -> bool:
+    """Whether a stream gets no colours: no terminal, or NO_COLOR is set."""
+    return bool(os.environ.get("NO_COLOR")) or not stream.isatty()
+
+
+def for_encoding(text: str, encoding: Optional[str]) -> str:
+    """The text, with ASCII in place of blocks and dashes that the encoding does not have."""
+    try:
+        text.encode(encoding or "ascii")
+        return text
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def gib(size: Optional[int]) -> str:
@@ -78,23 +158,27 @@ def split_size(text: str) -> Optional[Tuple[str, str]]:
 
 
 def bytes_in(text: str) -> Optional[int]:
-    """Bytes of such a text, rounded down; None where number or unit cannot be read."""
+    """Bytes of such a text, rounded down; None where number or unit cannot be read.
+
+    So it is where there are more bytes than a float can hold.
+    """
     parts = split_size(text)
     if parts is None or parts[1].lower() not in UNITS:
         return None
-    return int(float(parts[0]) * UNITS[parts[1].lower()])
+    size = float(parts[0]) * UNITS[parts[1].lower()]
+    return None if math.isinf(size) else int(size)
 
 
 def device_name(device: Any) -> str:
     """A device as people call it: "GPU 0", "CPU", "disk", "mps"."""
     if isinstance(device, int):
         return f"GPU {device}"
-    return "CPU" if device == "cpu" else str(device)
+    return "CPU" if device == "cpu" else visible(device)
 
 
 def folded(text: object, most: Optional[int] = None, mark: str = "…") -> str:
-    """A text on one line, cut after `most` characters with a mark."""
-    line = " ".join(str(text).split())
+    """A text on one visible line, cut after `most` characters with a mark."""
+    line = visible(" ".join(str(text).split()))
     if most is None or len(line) <= most:
         return line
     return line[:most].rstrip() + mark
@@ -178,4 +262,6 @@ def _entry(run: Run, device: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if not isinstance(value, str):
+        return repr(value)
+    return visible(json.dumps(value, ensure_ascii=False))  # its escapes are Python's, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
@@ -21,6 +22,8 @@ PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
 SIZE_LIMIT = 1_000_000
 #: So is one that nests more; the released one has 5 levels.
 DEPTH_LIMIT = 16
+#: A number that takes long to read: in base 60, or of more digits than any of ours.
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*:|[-+.]?[0-9][0-9_.a-zA-Z]{40}")
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -127,15 +130,32 @@ def _read(path: Path) -> bytes:
 
 
 def _check_structure(raw: bytes) -> None:
-    """Refuse what would grow when it is read (aliases), or recurse too deeply for the C loader."""
+    """Refuse what takes long to read: aliases, deep nesting, long numbers, tags that make them."""
     depth = 0
     for event in yaml.parse(raw, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError("it has aliases")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise ValueError(f"it has the tag {tag}")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0]:
+            _check_number(event.value)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > DEPTH_LIMIT:
             raise ValueError(f"nested more than {DEPTH_LIMIT} levels deep")
+
+
+def _check_number(text: str) -> None:
+    if _LONG_NUMBER.match(text):
+        raise ValueError(f"{text[:20]!r} is no number of ours")
+
+
+def _whole(value: Any) -> int:
+    """A number as it is; True is 1 and 47203.5 is 47203 to `int`, and infinity breaks it."""
+    if type(value) is not int:
+        raise TypeError(f"expected a whole number, found {value!r}")
+    return value
 
 
 def _short(error: Exception) -> str:
@@ -146,14 +166,14 @@ def _short(error: Exception) -> str:
 def _parse(data: Any) -> Matrix:
     if not isinstance(data, Mapping):
         raise TypeError("the top level is no mapping")
-    if data.get("schema") != SCHEMA:
+    if type(data.get("schema")) is not int or data["schema"] != SCHEMA:
         raise ValueError(f"schema {data.get('schema')!r}")
     seams = tuple(_seam(entry) for entry in data["seams"])
     if len({seam.id for seam in seams}) != len(seams):
         raise ValueError("two seams share an id")
     return Matrix(
         fixes=tuple(
-            Fix(int(e["pr"]), str(e["package"]), str(e["first"]), str(e["what"]))
+            Fix(_whole(e["pr"]), str(e["package"]), str(e["first"]), str(e["what"]))
             for e in data["fixes"]
         ),
         seams=seams,
@@ -161,7 +181,7 @@ def _parse(data: Any) -> Matrix:
             str(key): tuple(
                 Implementation(
                     str(body["fingerprint"]),
-                    tuple(int(pr) for pr in body["lacks"]),
+                    tuple(_whole(pr) for pr in body["lacks"]),
                     tuple(str(r) for r in body["releases"]),
                 )
                 for body in bodies
@@ -182,7 +202,7 @@ def _seam(entry: Mapping[str, Any]) -> Seam:
     SpecifierSet(entry["versions"])  # InvalidSpecifier is a ValueError
     return Seam(
         features=tuple(str(feature) for feature in entry["features"]),
-        fixes=tuple(int(pr) for pr in entry["fixes"]),
+        fixes=tuple(_whole(pr) for pr in entry["fixes"]),
         **texts,
     )
 

@@ -45,6 +45,11 @@ def seam(**changes):
     return changed(seams=[{**_seam(), **changes}])
 
 
+def fix(number):
+    """The matrix with a number as it is written in its first fix."""
+    return valid().replace("pr: 47203", f"pr: {number}", 1)
+
+
 HOSTILE = {
     "empty": ("", "no mapping"),
     "binary": (b"\x00\xff\xfe" * 50, "no usable YAML"),
@@ -56,6 +61,8 @@ HOSTILE = {
     "several documents": ("a: 1\n---\nb: 2", "no usable YAML"),
     "a newer schema": (lambda: changed(schema=2), "expected schema 1"),
     "a schema that is a text": (lambda: changed(schema="1"), "expected schema 1"),
+    "a schema that is true": (lambda: changed(schema=True), "expected schema 1"),
+    "a schema that is a fraction": (lambda: changed(schema=1.0), "expected schema 1"),
     "a schema that is a large text": (lambda: changed(schema="x" * 500_000), "expected schema 1"),
     "no seams": (lambda: changed(seams=None), "expected schema 1"),
     "seams that are texts": (lambda: changed(seams=["a", "b"]), "expected schema 1"),
@@ -67,6 +74,15 @@ HOSTILE = {
     "fixes that are a nested list": (lambda: seam(fixes=[[[1]]]), "expected schema 1"),
     "bodies that are a number": (lambda: changed(implementations={"a": 7}), "expected schema 1"),
     "code": ("!!python/object/apply:os._exit [3]", "no usable YAML"),
+    "a number without end": (lambda: fix(".inf"), "expected a whole number"),
+    "a number that is none": (lambda: fix(".nan"), "expected a whole number"),
+    "a number that is true": (lambda: fix("true"), "expected a whole number"),
+    "a number that is a fraction": (lambda: fix("47203.5"), "expected a whole number"),
+    "fixes that are true": (lambda: seam(fixes=[True]), "expected a whole number"),
+    "a number in base 60": (lambda: fix("1:30"), "'1:30' is no number of ours"),
+    "a long number in base 60": (lambda: fix("1" + ":1" * 400_000), "is no number of ours"),
+    "a long number": (lambda: fix("9" * 900_000), "is no number of ours"),
+    "a long number in a tag": (lambda: fix('!!int "' + "1:" * 400_000 + '1"'), "has the tag"),
     "an alias bomb": (lambda: f"schema: 1\n{bomb('lol')}", "aliases"),
     "a bomb where a text should be": (lambda: f"{bomb('x')}\nschema: *a8", "aliases"),
     "a merge bomb": (lambda: f"schema: 1\n{merge_bomb()}", "aliases"),

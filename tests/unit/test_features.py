@@ -60,3 +60,39 @@ def test_checked_takes_one_name_or_several():
 def test_checked_names_what_is_unknown(names):
     with pytest.raises(ValueError, match="is unknown; expected names out of backport, rescue"):
         features.checked(names)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"off"', "'off'", "off,", ",off", "disabled", "n", "No.", '"0"', "“off”", "OFF;"],
+)
+def test_a_switch_that_fails_fails_safe(monkeypatch, text):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    assert features.is_off()
+    assert features.read_switch()[1:] == (frozenset(), None)
+
+
+@pytest.mark.parametrize("text", ["off,on", "backport,off", "turn it off", "switchoff", "on, no"])
+def test_off_beside_anything_else_is_off_and_says_so(monkeypatch, text):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    switch = features.read_switch()
+    assert features.is_off()
+    assert switch.allowed == frozenset()
+    assert switch.complaint.endswith("taken for off")
+
+
+@pytest.mark.parametrize(
+    "text, allowed",
+    [("rescue;explain", {"rescue", "explain"}), ("rescue; nonsense", {"rescue"}), ("rescu", ALL)],
+)
+def test_what_it_was_taken_for_is_said(monkeypatch, text, allowed):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    switch = features.read_switch()
+    assert switch.allowed == frozenset(allowed)
+    assert switch.complaint.endswith(f"taken for {', '.join(sorted(allowed))}")
+
+
+@pytest.mark.parametrize("text", ['"on"', "'rescue', explain", '"backport"'])
+def test_quotes_are_no_part_of_a_name(monkeypatch, text):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    assert features.read_switch().complaint is None
