@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from device_maps import place
+from meta import on_meta
 from torch import nn
 
 K = 1000
@@ -209,7 +210,7 @@ KINDS = {
 
 def build(kind, declare):
     """The model on the meta device; `declare` ties as transformers 5 does, by name only."""
-    with torch.device("meta"):
+    with on_meta():
         model = kind.make()
     for copy, source in () if declare else kind.ties:
         owner, _, leaf = copy.rpartition(".")

@@ -7,6 +7,7 @@ quantizer that goes with those named "... nf4".
 from __future__ import annotations
 
 import torch
+from meta import on_meta
 from torch import nn
 
 #: The class that may not be split, where a model has one.
@@ -169,7 +170,7 @@ def build(name):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
-        with torch.device("meta"):
+        with on_meta():
             return MODELS[name]()
     finally:
         torch.set_default_dtype(before)

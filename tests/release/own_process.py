@@ -7,7 +7,8 @@ every script runs in a fork of it.
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cell import QUIET
@@ -16,21 +17,38 @@ from cell import QUIET
 PRELOADED = ["torch", "torch.distributed.tensor", "torch._dynamo.aot_compile"]
 
 
-def answers(script):
-    """Run a script; what it has left in its list `answers`."""
+def run(script, pipe):
+    """In the process: run a script; answer what it has left in its list `answers`."""
     namespace = {}
-    exec(script, namespace)
-    return namespace["answers"]
+    try:
+        exec(script, namespace)
+        pipe.send(namespace["answers"])
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def answers(script, context):
+    """What a script answers, in a process of its own."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run, args=(script, theirs))
+    process.start()
+    theirs.close()  # else nobody would notice a process that ends without an answer
+    try:
+        answered = ours.recv()
+    except EOFError:
+        answered = "no answer"
+    process.join()
+    assert isinstance(answered, list), f"exit code {process.exitcode}: {answered}"
+    return answered
 
 
 def answers_of(scripts):
-    """What each script answers, in a process of its own; two at a time."""
+    """What each script answers; two at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("BNB_DISPATCH_FIX", raising=False)
         for name, value in QUIET.items():
             patch.setenv(name, value)
-        # One task per process: the next script must not find what this one has imported.
-        with ProcessPoolExecutor(2, mp_context=context, max_tasks_per_child=1) as pool:
-            return list(pool.map(answers, scripts))
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda script: answers(script, context), scripts))

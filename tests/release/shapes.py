@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from meta import on_meta
 from packaging.version import Version
 from safetensors.torch import save_file
 from torch import nn
@@ -160,7 +161,7 @@ def build(shape, linear=None):
     """The model on the meta device, in fp16, converted to 4-bit."""
     import bitsandbytes
 
-    with in_fp16(), torch.device("meta"):
+    with in_fp16(), on_meta():
         model = ShapeModel(config_of(shape), linear or bitsandbytes.nn.Linear4bit)
     if shape.tied and TRANSFORMERS.major < 5:
         model.head.weight = model.embed.weight  # 5.x ties what is declared, after planning

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="plans real models: needs torch")
 
 import transformers
 from cell import STANDS_FOR_OTHERS, TRANSFORMERS
+from meta import on_meta
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix.planning import PlanError, simulation
@@ -134,7 +135,7 @@ def test_a_model_is_planned_as_its_checkpoint_and_this_process_is_left_alone(
     before = bnb_dispatch_fix.status()
     seen = torch.cuda.is_available(), torch.cuda.device_count()
     config = transformers.AutoConfig.from_pretrained(without_weights)
-    with torch.device("meta"):
+    with on_meta():
         model = transformers.LlamaForCausalLM(config)
     planned = bnb_dispatch_fix.plan(
         model, max_memory=simulation.EIGHT_SMALL_GPUS, quantization_config=NF4

@@ -21,6 +21,7 @@ import planned
 import torch
 import transformers
 from device_maps import on_devices
+from meta import on_meta
 
 from bnb_dispatch_fix.planning.simulation import outcome_of
 
@@ -55,7 +56,7 @@ def save(name, folder, weights=True):
     """Write a checkpoint of zeros in fp16, in shards of 2 GB; planning needs no weights."""
     model = f"{SHAPES[name][0]}ForCausalLM"
     config = config_of(name)
-    with torch.device("meta"):
+    with on_meta():
         empty = getattr(transformers, model)(config).half()
     empty.tie_weights()
     zeros = {
