@@ -18,6 +18,8 @@ from bnb_dispatch_fix.features import FEATURES
 SCHEMA = 1
 #: The packages the shim looks at, in the order they are shown.
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
+#: The packages whose releases a tested combination is named after.
+COMBINED = PACKAGES[:3]
 #: A larger matrix is not ours (bytes); the released one has about 20 kB.
 SIZE_LIMIT = 1_000_000
 #: So is one that nests more; the released one has 5 levels.

@@ -14,6 +14,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
 from bnb_dispatch_fix.features import SWITCH
+from bnb_dispatch_fix.patching.matrix import COMBINED, installed_versions
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import simulation
 from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, span
@@ -58,17 +59,13 @@ def _run_child(switch: str) -> Dict[str, Any]:
 
 def load(_: Any) -> None:
     """In the child: one load; the environment decides whether the shim is active."""
-    import accelerate  # in the child only, as torch and all that follows
-    import bitsandbytes  # as above
-    import transformers  # as above
-
     with tempfile.TemporaryDirectory() as folder:
         simulation.build_checkpoint(folder)
         outcome = simulation.plan_checkpoint(folder, simulation.EIGHT_SMALL_GPUS)
-    modules = (transformers, accelerate, bitsandbytes)
+    versions = installed_versions()  # bitsandbytes itself tells its own only since 0.42
     answer = {
         "versions": [
-            *(f"{module.__name__} {module.__version__}" for module in modules),
+            *(f"{package} {versions[package]}" for package in COMBINED),
             f"Python {platform.python_version()}",
         ],
         "device_map": outcome.device_map,

@@ -305,7 +305,8 @@ def _precision(request: Any) -> str:
     dtype = str(getattr(request.model, "dtype", "")).replace("torch.", "")
     if config is None:
         return dtype
-    method = getattr(config.quant_method, "value", config.quant_method)
+    method = getattr(config, "quant_method", "bitsandbytes")  # 4.30 and 4.31 know no other
+    method = getattr(method, "value", method)
     if not request.is_bitsandbytes:
         return f"{method}, {dtype}"
     bits = "4-bit" if config.load_in_4bit else "8-bit"

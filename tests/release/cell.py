@@ -24,9 +24,13 @@ def installed(package):
 
 
 TRANSFORMERS = Version(installed("transformers") or "0")
+#: The rest is as old as its torch: these environments are alike to no other.
+LEGACY = Version(installed("torch") or "99") < Version("2.9")
 #: One release of each way to plan, and the newest ones: for what takes long and is alike in others.
-STANDS_FOR_OTHERS = TRANSFORMERS.release[:2] in {(4, 44), (4, 57), (5, 12)} or (
-    Version("5.24") <= TRANSFORMERS
+STANDS_FOR_OTHERS = (
+    LEGACY
+    or TRANSFORMERS.release[:2] in {(4, 44), (4, 57), (5, 12)}
+    or Version("5.24") <= TRANSFORMERS
 )
 
 

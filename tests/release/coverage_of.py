@@ -14,9 +14,10 @@ def check_coverage(model, units, *, rounds=20):
     key_units = {key: unit for unit, facts in units.facts.items() for key in facts.keys}
     names = {name for name, _ in model.named_buffers()} | set(model.state_dict())
     over = {name: [key for key in key_units if covers(key, name)] for name in names}
-    assert {name: len(keys) for name, keys in over.items()} == dict.fromkeys(
-        names - set(units.excluded), 1
-    ) | dict.fromkeys(units.excluded, 0)
+    assert {name: len(keys) for name, keys in over.items()} == {
+        **dict.fromkeys(names - set(units.excluded), 1),
+        **dict.fromkeys(units.excluded, 0),
+    }
     for seed in range(rounds):
         placement = random_placement(units, random.Random(seed))
         device_map = units.device_map(placement)

@@ -231,4 +231,11 @@ def test_low_zero_fills_the_first_device_last():
 def test_bad_budgets_raise_what_the_release_raises(max_memory):
     without, found = both(lambda: shapes.plan(HUNDRED, "auto", max_memory))
     assert without.error is not None or without.device_map == found.device_map  # until 0.21
-    assert repr(found.error) == repr(without.error)
+    assert repr(without_note(found.error)) == repr(without.error)
+
+
+def without_note(error):
+    """As the release has raised it: before Python 3.11 the shim's note ends its text."""
+    if error is not None and not hasattr(error, "add_note"):
+        return type(error)(*(str(text).partition("\nbnb-dispatch-fix: ")[0] for text in error.args))
+    return error

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch", reason="loads real models: needs torch")
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="the models are quantized by it")
+pytest.importorskip("bitsandbytes", reason="the models are quantized by it")
 transformers = pytest.importorskip("transformers")
 
 import true_sizes
+from cell import installed
 from device_maps import on_devices
 from packaging.version import Version
 from shapes import SHARE
@@ -18,7 +19,7 @@ import bnb_dispatch_fix
 #: At full size one that is small; the others would need 16 and 54 GB of memory.
 LOADED = ["Llama-3-8B / 8", "Gemma-2-27B / 8", "Qwen2.5-0.5B"]
 IS_4 = transformers.__version__.startswith("4.")
-LOADS_ON_CPU = Version(bitsandbytes.__version__) >= Version("0.49")
+LOADS_ON_CPU = Version(installed("bitsandbytes")) >= Version("0.49")
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="measures real modules: needs torch")
 transformers = pytest.importorskip("transformers")
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes")
 
 import planned
+from cell import installed
 from coverage_of import check_coverage
 from packaging.version import Version
 from planned import EXPERTS, FAMILIES, FFN, GENERATION, HIDDEN, LAYERS, VOCABULARY
@@ -17,7 +18,7 @@ from bnb_dispatch_fix.model.sizers import call_sizer, sizer_for
 from bnb_dispatch_fix.model.units import measure
 from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
-LOADS_ON_CPU = Version(bitsandbytes.__version__) >= Version("0.49")
+LOADS_ON_CPU = Version(installed("bitsandbytes")) >= Version("0.49")
 HALF = torch.float16
 
 ALL_ATTENTION = HIDDEN * HIDDEN * 4
