@@ -54,6 +54,8 @@ LINES: Mapping[str, str] = {
         "(BNB_DISPATCH_FIX=backport,explain switches this off)"
     ),
     "whole model on the disk": "the whole model was planned on the disk %s: %s",
+    "whole model off the accelerators": "the whole model goes to %s: %s",
+    "whole model unexplained": "the whole model goes to the CPU or the disk, left unexplained: %r",
     "no exact placement": "no exact placement was looked for: %r",
     # DEBUG
     "request unread": "a planner's call is left alone: %r",
@@ -149,6 +151,22 @@ def for_encoding(text: str, encoding: Optional[str]) -> str:
 def gib(size: Optional[int]) -> str:
     """Bytes as GiB with two decimals; "-" for None."""
     return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def amount(size: int) -> str:
+    """Bytes with the unit that shows them: "5.21 GiB", "30.00 MiB", "1.40 KiB", "512 bytes"."""
+    for unit, width, least in (("GiB", GIB, GIB // 100), ("MiB", MIB, MIB), ("KiB", 2**10, 2**10)):
+        if abs(size) >= least:
+            return f"{size / width:.2f} {unit}"
+    return "1 byte" if size == 1 else f"{size} bytes"
+
+
+def cell(size: Optional[int]) -> str:
+    """Bytes in a table of GiB: the bare number, with a unit where it is another; "-" for None."""
+    if not size:
+        return gib(size)
+    text = amount(size)
+    return text[:-4] if text.endswith(" GiB") else text
 
 
 def split_size(text: str) -> Optional[Tuple[str, str]]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from typing import Any, Callable, Iterator, List, Mapping, Optional, Tuple
+import sys
+from typing import Any, Callable, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
+from bnb_dispatch_fix.explain import reading
 from bnb_dispatch_fix.model.layout import device_of
 from bnb_dispatch_fix.model.load import Load
-from bnb_dispatch_fix.wording import STRATEGIES, collapsed, split_size
+from bnb_dispatch_fix.model.machine import accelerators_seen
+from bnb_dispatch_fix.wording import MIB, STRATEGIES, bytes_in, collapsed, split_size
 
 #: Those that every release of accelerate reads.
 _UNITS = ("GiB", "MiB", "KiB", "GB", "MB", "KB")
@@ -17,6 +21,14 @@ _UNCOVERED = (
     "does not give any device for the following parameters",  # accelerate
     "doesn't have any device set",  # transformers 4.x
 )
+#: What torch says of devices that it does not have.
+_NO_DEVICE = (
+    *("invalid device ordinal", "not compiled with CUDA", "Cannot access accelerator"),
+    *("No GPU found", "is not recognized", "not available", "No CUDA GPUs"),
+)
+#: The switch as texts of transformers 4.x call it, and as it is called.
+_OLD_SWITCH = "load_in_8bit_fp32_cpu_offload"
+_SWITCH = "llm_int8_enable_fp32_cpu_offload"
 #: What an argument that is no dict leads to where its keys or values are asked for.
 _NO_DICT = (TypeError, AttributeError)
 _MOST_NAMES = 6
@@ -26,8 +38,64 @@ Check = Callable[[BaseException, Load], Iterator[str]]
 
 def lines(error: BaseException, load: Load) -> List[str]:
     """What the error means and the right spelling, a line per argument; empty where unknown."""
-    checks: Tuple[Check, ...] = (_max_memory, _strategy, _map_values, _uncovered, _switch)
+    if swapped(load):  # whatever the error is: there is no load with such a map
+        return swapped(load)
+    checks: Tuple[Check, ...] = (
+        *(_max_memory, _whole_numbers, _strategy, _map_values, _not_there),
+        *(_uncovered, _switches, _config_keys),
+    )
     return [line for check in checks for line in check(error, load)]
+
+
+def swapped(load: Load) -> List[str]:
+    """What to say of a device map whose keys are devices and whose values are sizes."""
+    asked = load.device_map
+    if not isinstance(asked, Mapping) or not asked or not all(map(_is_device, asked)):
+        return []
+    if not all(_is_size(value) for value in asked.values()):
+        return []
+    budgets = {_as_key(device): size for device, size in asked.items()}
+    return [f"device_map got budgets: write device_map='auto', max_memory={budgets!r}"]
+
+
+def _is_device(key: Any) -> bool:
+    if isinstance(key, int):
+        return True
+    return isinstance(key, str) and (key in ("cpu", "disk", "mps") or bool(_DEVICE.match(key)))
+
+
+def _as_key(device: Any) -> Any:
+    number = _DEVICE.match(device) if isinstance(device, str) else None
+    return int(number.group(1)) if number else device
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool((split_size(value) or ("", ""))[1])
+    return isinstance(value, (int, float)) and value >= MIB
+
+
+def _whole_numbers(error: BaseException, load: Load) -> Iterator[str]:
+    """accelerate 0.20 and 0.21 take the number of a budget's text for an int."""
+    if "invalid literal for int()" not in str(error) or not isinstance(load.max_memory, Mapping):
+        return
+    for device, size in load.max_memory.items():
+        parts = split_size(size) if isinstance(size, str) else None
+        if parts is not None and "." in parts[0] and f"'{parts[0]}'" in str(error):
+            yield (
+                f"max_memory[{device!r}]={size!r}: this accelerate reads whole numbers only; "
+                f"write {_whole(size)!r}"
+            )
+
+
+def _whole(size: str) -> str:
+    """The same budget in the next smaller unit, rounded: "6.7GiB" is "6861MiB"."""
+    number, unit = split_size(size) or ("", "")
+    smaller = {"G": "M", "M": "K"}.get(unit[:1].upper())
+    if smaller is None:
+        return str(bytes_in(size))
+    factor = 1024 if unit.lower().endswith("ib") else 1000
+    return f"{round(float(number) * factor)}{smaller}{unit[1:]}"
 
 
 def _max_memory(error: BaseException, load: Load) -> Iterator[str]:
@@ -165,9 +233,59 @@ def _missing_module(name: str, device_map: Mapping[Any, Any]) -> str:
     return name
 
 
-def _switch(error: BaseException, load: Load) -> Iterator[str]:
-    if "load_in_8bit_fp32_cpu_offload" in str(error):
+def _not_there(error: BaseException, load: Load) -> Iterator[str]:
+    """A GPU that torch does not see, where that may be what the error is about."""
+    seen, text = accelerators_seen(), str(error)
+    if not any(part in text for part in _NO_DEVICE):
+        return
+    wanted = load.device_map
+    values = list(wanted.values()) if isinstance(wanted, Mapping) else [wanted]
+    asked = {"device_map": values, "max_memory": list(load.max_memory or {})}
+    for argument, devices in asked.items():
+        for device in dict.fromkeys(map(str, devices)):
+            number = _DEVICE.match(device)
+            if number and int(number.group(1)) >= seen:
+                there = f"torch sees {seen} (numbers from 0)" if seen else "torch sees none"
+                yield f"{argument} names GPU {number.group(1)}, which is not there: {there}"
+    if not seen:
+        yield from reading.no_accelerator()
+
+
+def _switches(error: BaseException, load: Load) -> Iterator[str]:
+    """Switches that no release, or not this one, takes where they are written."""
+    text = str(error)
+    if _OLD_SWITCH in text or _OLD_SWITCH in load.arguments:
         yield (
-            "load_in_8bit_fp32_cpu_offload is no argument of any release; write "
-            "quantization_config=BitsAndBytesConfig(..., llm_int8_enable_fp32_cpu_offload=True)"
+            f"{_OLD_SWITCH} is no argument of any release; write "
+            f"quantization_config=BitsAndBytesConfig(..., {_SWITCH}=True)"
         )
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if f"unexpected keyword argument '{name}'" in text:
+            yield f"{name}: write quantization_config=BitsAndBytesConfig({name}=True)"
+
+
+def _config_keys(_: BaseException, load: Load) -> Iterator[str]:
+    yield from wrong_keys(load)
+
+
+def wrong_keys(load: Load) -> Iterator[str]:
+    """Keys of a quantization_config that bitsandbytes' class ignores without a word."""
+    config = load.arguments.get("quantization_config")
+    known = _known_keys()
+    if not isinstance(config, Mapping) or not known:
+        return
+    if config.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return
+    for key in map(str, config):
+        if key not in known and not key.startswith("_"):
+            close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+            meant = _SWITCH if "cpu_offload" in key else close[0] if close else ""
+            called = f"; it is called {meant}" if meant else ""
+            yield f"quantization_config: {key!r} is no key of BitsAndBytesConfig{called}"
+
+
+def _known_keys() -> FrozenSet[str]:
+    config: Any = getattr(sys.modules.get("transformers"), "BitsAndBytesConfig", None)
+    if config is None:
+        return frozenset()
+    return frozenset(inspect.signature(config.__init__).parameters) | {"quant_method"}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from typing import Any, Iterator, List, Mapping, Optional, Tuple
+from typing import Iterator, List, Mapping
 
 from packaging.version import Version
 
+from bnb_dispatch_fix.explain import reading
 from bnb_dispatch_fix.model.load import Load
-from bnb_dispatch_fix.model.machine import accelerators_seen, nvidia_driver
-from bnb_dispatch_fix.model.requests import Request
-from bnb_dispatch_fix.wording import HOST, MIB, device_name, gib, log
+from bnb_dispatch_fix.wording import log
 
 #: How the errors are worded: accelerate 0.21-1.14; transformers 4.x and accelerate where there
 #: is no folder for what is not safetensors.
@@ -21,8 +20,6 @@ _TEXTS = (
     "Please provide an `offload_folder`",
     "We need an `offload_dir`",
 )
-#: A budget below this is rather a slip than a budget (bytes).
-_SLIP = MIB
 
 
 def lines(error: BaseException, load: Load) -> List[str]:
@@ -56,90 +53,17 @@ def _root_as_device(text: str, load: Load) -> bool:
 
 
 def _budgets(load: Load) -> Iterator[str]:
-    request = load.request
-    if request is None:
+    if load.request is None:
         yield f"device_map={load.device_map!r} puts the whole model, or a part of it, on the disk"
-        return
-    budgets = request.budgets()
-    source = "max_memory" if request.max_memory is not None else "free memory"
-    read = ", ".join(f"{device_name(d)} {_exact(size)}" for d, size in budgets.given.items())
-    yield f"{source} was read as: {read or 'nothing'}; the model needs {gib(_total(request))} GiB"
-
-
-def _exact(size: int) -> str:
-    return f"{size} bytes" if 0 < size < _SLIP else f"{gib(size)} GiB"
-
-
-def _total(request: Request) -> int:
-    return request.units().total
+    else:
+        yield reading.read_as(load.request)
 
 
 def _causes(load: Load) -> Iterator[str]:
     """What is implausible about the budgets, and about this machine."""
-    request = load.request
-    if request is not None:
-        yield from _implausible(request, load.max_memory)
-    yield from _no_accelerator()
-
-
-def _implausible(request: Request, asked: Optional[Mapping[Any, Any]]) -> Iterator[str]:
-    budgets = request.budgets()
-    given = budgets.given
-    numbers = [device for device in given if device not in HOST]
-    if asked is not None and not numbers and accelerators_seen():
-        yield (
-            f"max_memory names no GPU though torch sees {accelerators_seen()}: "
-            f"add 0: ..., the GPU's number without quotes"
-        )
-    if asked is not None and set(given) <= {"disk"}:
-        yield "only the disk has a budget: name a GPU or the CPU"
-    for device, size in given.items():
-        if device != "disk" and 0 <= size < _SLIP:
-            meant = "a text with a unit such as '20GiB'; a bare number counts bytes"
-            yield f"{device_name(device)} has {size} bytes: write {meant}"
-    for size in (asked or {}).values():
-        if isinstance(size, str) and size.endswith("b"):
-            yield f"{size!r} is bits, an eighth: write {size[:-1] + 'B'!r} for bytes"
-    largest, name = _largest(request)
-    usable = {d: s for d, s in budgets.usable.items() if d != "disk" and s >= _SLIP}
-    if usable and max(usable.values()) < largest:
-        yield (
-            f"the largest module, {name}, needs {gib(largest)} GiB; the largest usable budget "
-            f"is {gib(max(usable.values()))} GiB"
-        )
-
-
-def _largest(request: Request) -> Tuple[int, str]:
-    units = request.units().units
-    return max(((unit.size, unit.name) for unit in units), default=(0, ""))
-
-
-def _no_accelerator() -> Iterator[str]:
-    """Why torch may see no GPU though there is one."""
-    driver = nvidia_driver()
-    if driver and _bitsandbytes_without_gpu():
-        yield "bitsandbytes has no GPU library: reinstall it for the CUDA version of torch"
-    if accelerators_seen():
-        return
-    torch: Any = sys.modules.get("torch")
-    version = getattr(torch, "version", None)
-    built = getattr(version, "cuda", None) or getattr(version, "hip", None)
-    if not built:
-        there = f"an NVIDIA driver is here ({driver}), but " if driver else ""
-        where = ", as pip installs it on Windows" if sys.platform == "win32" else ""
-        yield f"{there}torch {getattr(torch, '__version__', '?')} is a build for the CPU{where}"
-    elif driver:
-        yield f"torch was built for CUDA {built} but sees no GPU: driver or CUDA_VISIBLE_DEVICES"
-    else:
-        yield "torch sees no GPU"
-
-
-def _bitsandbytes_without_gpu() -> bool:
-    extension: Any = sys.modules.get("bitsandbytes.cextension")
-    if extension is None:
-        return False
-    before = getattr(extension, "COMPILED_WITH_CUDA", False)  # bitsandbytes < 0.43
-    return not getattr(extension.lib, "compiled_with_cuda", before)
+    if load.request is not None:
+        yield from reading.oddities(load.request)
+    yield from reading.no_accelerator()
 
 
 def _remedy(text: str, load: Load) -> str:

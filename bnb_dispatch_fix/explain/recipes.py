@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+import time
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from packaging.version import Version
 
 from bnb_dispatch_fix import features
-from bnb_dispatch_fix.explain.offloading import EFFORT, Recipe, offloaded
+from bnb_dispatch_fix.explain import trial
+from bnb_dispatch_fix.explain.offloading import EFFORT, Recipe, offloaded, offloaded_head
 from bnb_dispatch_fix.model.budgets import Budgets
-from bnb_dispatch_fix.model.machine import memory_of
+from bnb_dispatch_fix.model.machine import accelerators_seen, memory_of
 from bnb_dispatch_fix.model.requests import Request
-from bnb_dispatch_fix.model.search import Outcome, search
-from bnb_dispatch_fix.model.sizers import Sizer, Storage
+from bnb_dispatch_fix.model.search import Outcome
+from bnb_dispatch_fix.model.sizers import Storage
 from bnb_dispatch_fix.placement.packing import pack
 from bnb_dispatch_fix.placement.records import Device, Placement, Unit, device_order
-from bnb_dispatch_fix.wording import GIB, MIB, bytes_in, gib, pasted
+from bnb_dispatch_fix.wording import GIB, HOST, MIB, amount, bytes_in, device_name, pasted
 
 #: Where torch does not tell what a device has, budgets are not raised to more than this many times.
 _RAISED_AT_MOST = 4
@@ -26,24 +29,93 @@ _RAISED_AT_MOST = 4
 _MORE_DEVICES = 16
 #: Since this release `from_pretrained` calls it `dtype`, before `torch_dtype`.
 _DTYPE_SINCE = Version("4.56.0")
+#: Since this release accelerate reads fractions in a budget's text.
+_FRACTIONS_SINCE = Version("0.22.0.dev0")
+#: No further change is tried after this many seconds: who waits, waits for an error.
+_SECONDS = 4.0
 
 
-def recipes(request: Request, outcome: Outcome) -> List[Recipe]:
-    """Every change that makes the model load, planned with the exact search, best first."""
-    return list(_found(request, outcome))
+class Found(NamedTuple):
+    """The changes that work, best first, and whether all were tried."""
+
+    recipes: List[Recipe]
+    complete: bool
 
 
-def _found(request: Request, outcome: Outcome) -> Iterator[Recipe]:
+def recipes(request: Request, outcome: Outcome) -> Found:
+    """Every change that makes the model load; each was fed back to the installed release.
+
+    Of a very large model some changes stay untried: planning it takes seconds each time.
+    """
     if outcome.device_map is not None and "rescue" not in features.on():
+        return Found(list(_as_rescue_would(request, outcome)), True)
+    found: List[Recipe] = []
+    until = time.monotonic() + _SECONDS
+    for look in _CHANGES:
+        if time.monotonic() > until:
+            return Found(found, False)
+        with contextlib.suppress(Exception):  # one that cannot be tried is no recipe
+            recipe = look(request, outcome)
+            if recipe is not None:
+                found.append(recipe)
+    return Found(_distinct(found), True)
+
+
+def _distinct(found: List[Recipe]) -> List[Recipe]:
+    """Without those that ask for what one before them asks for."""
+    return list({recipe.arguments or recipe.what: recipe for recipe in reversed(found)}.values())[
+        ::-1
+    ]
+
+
+def on_accelerators(request: Request) -> Optional[Recipe]:
+    """The first change of budgets with which the model goes to accelerators; None without one."""
+    for look in (_without_max_memory, _all_accelerators):
+        recipe = look(request, None)
+        if recipe is not None:
+            return recipe
+    return None
+
+
+def _as_rescue_would(request: Request, outcome: Outcome) -> Iterator[Recipe]:
+    if outcome.device_map is not None and trial.accepts(request, outcome.device_map):
         yield Recipe(
             "this placement, which rescue would make (BNB_DISPATCH_FIX=backport,rescue,explain)",
             f"device_map={pasted(outcome.device_map)}",
         )
-        return
-    for look in (_higher_budgets, _lower_dtype, _four_bit, offloaded, _more_devices):
-        recipe = look(request, outcome)
-        if recipe is not None:
-            yield recipe
+
+
+def _without_max_memory(request: Request, _: Optional[Outcome]) -> Optional[Recipe]:
+    """What is free, where budgets were set."""
+    if request.max_memory is None or trial.loads(request, None) is None:
+        return None
+    return Recipe("without max_memory", "max_memory=None")
+
+
+def _all_accelerators(request: Request, _: Optional[Outcome]) -> Optional[Recipe]:
+    """A budget for every accelerator there is: what is free on it, rounded down."""
+    free = request.get_max_memory(None)
+    named = {device for device, size in (request.max_memory or {}).items() if size}
+    cards = {device: size for device, size in free.items() if device not in HOST and size >= MIB}
+    if not cards or (request.max_memory is not None and named >= set(cards)):
+        return None
+    max_memory: Dict[Device, Any] = {d: typeable(size, up=False) for d, size in cards.items()}
+    if trial.loads(request, max_memory) is None:
+        return None
+    what = "every GPU named" if len(cards) > 1 else f"{device_name(next(iter(cards)))} named"
+    return Recipe(what, f"max_memory={_written(max_memory)}")
+
+
+def _room_on_the_cpu(request: Request, outcome: Outcome) -> Optional[Recipe]:
+    """Without any accelerator: a budget of the CPU that holds the model."""
+    if outcome.budgets.accelerators or accelerators_seen():
+        return None
+    max_memory: Dict[Device, Any] = {
+        "cpu": typeable(outcome.units.total / _usable_share(request) * 1.01)
+    }
+    if trial.loads(request, max_memory, on_host=True) is None:
+        return None
+    return Recipe("all of it on the CPU", f"max_memory={_written(max_memory)}")
 
 
 def _higher_budgets(request: Request, outcome: Outcome) -> Optional[Recipe]:
@@ -67,7 +139,7 @@ def _higher_budgets(request: Request, outcome: Outcome) -> Optional[Recipe]:
     max_memory = {**raised, **{d: size for d, size in max_memory.items() if d not in raised}}
     if any(size and (bytes_in(raised[device]) or 0) > size for device, size in known.items()):
         return None
-    if search(request._replace(max_memory=max_memory)).device_map is None:
+    if trial.loads(request, max_memory) is None:
         return None
     sure = request.max_memory is None or all(known.values())
     unsure = "" if sure else ", if the devices have that much"
@@ -99,13 +171,28 @@ def _smallest_factor(
     return high
 
 
-def typeable(size: float) -> str:
-    """A budget as a user types it, rounded up: "13.4GiB", "950MiB"."""
+def typeable(size: float, up: bool = True) -> str:
+    """A budget as a user types it, rounded up or down: "13.4GiB", "950MiB".
+
+    accelerate 0.20 and 0.21 read whole numbers only: "6861MiB".
+    """
+    rounded = math.ceil if up else math.floor
     for unit, width in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if size >= width:
-            tenths = math.ceil(size * 10 / width)
-            return f"{tenths // 10}{unit}" if tenths % 10 == 0 else f"{tenths / 10}{unit}"
+            tenths = rounded(size * 10 / width)
+            if tenths % 10 == 0:
+                return f"{tenths // 10}{unit}"
+            if not reads_whole_numbers_only():
+                return f"{tenths / 10}{unit}"
+            if unit == "KiB" or size >= 1000 * width:
+                return f"{rounded(size / width)}{unit}"
     return "1KiB"
+
+
+def reads_whole_numbers_only() -> bool:
+    """Whether the installed accelerate takes "6.7GiB" for no number."""
+    version = getattr(sys.modules.get("accelerate"), "__version__", "1")
+    return Version(version) < _FRACTIONS_SINCE
 
 
 def _lower_dtype(request: Request, outcome: Outcome) -> Optional[Recipe]:
@@ -118,7 +205,13 @@ def _lower_dtype(request: Request, outcome: Outcome) -> Optional[Recipe]:
         chosen = str(tensor.dtype) == "torch.float32" and not storage.quantized
         return Storage(2, "bfloat16", False) if chosen and storage.bytes == 4 else storage
 
-    if not _places(request, outcome.budgets, size):
+    torch: Any = sys.modules["torch"]
+    stored = trial.Stored(
+        size,
+        lambda element, tensor: 2 if element == 4 and tensor.dtype == torch.float32 else element,
+        dtype=torch.bfloat16,
+    )
+    if not _places(request, outcome.budgets, stored):
         return None
     return Recipe("16 bits for what is not quantized", f"{dtype_argument()}=torch.bfloat16")
 
@@ -143,18 +236,25 @@ def _four_bit(request: Request, outcome: Outcome) -> Optional[Recipe]:
         eight = storage.quantized and storage.bytes == 1
         return Storage(0.5, "4-bit", True) if eight else storage
 
-    if not _places(request, outcome.budgets, size):
-        return None
     own = not hasattr(request.quantizer, "quantization_config")  # accelerate's own loader
+    before = request.quantizer if own else request.quantizer.quantization_config
+    stored = trial.Stored(
+        size,
+        lambda element, _: 0.5 if element == 1 else element,
+        config=type(before)(load_in_4bit=True),
+    )
+    if not _places(request, outcome.budgets, stored):
+        return None
     name = "bnb_quantization_config" if own else "quantization_config"
     config = "BnbQuantizationConfig" if own else "BitsAndBytesConfig"
     return Recipe("4-bit instead of 8-bit", f"{name}={config}(load_in_4bit=True)")
 
 
-def _places(request: Request, budgets: Budgets, sizer: Sizer) -> bool:
-    """Whether the model has a place when its tensors are stored as `sizer` says."""
-    units = request._replace(sizer=sizer).units().units
-    return isinstance(pack(units, budgets.accelerators, effort=EFFORT), Placement)
+def _places(request: Request, budgets: Budgets, stored: trial.Stored) -> bool:
+    """Whether the model loads when its tensors are stored so: quickly by size, then for certain."""
+    units = request._replace(sizer=stored.sizer).units().units
+    fits = isinstance(pack(units, budgets.accelerators, effort=EFFORT), Placement)
+    return fits and trial.loads(request, request.max_memory, stored) is not None
 
 
 def _more_devices(_: Request, outcome: Outcome) -> Optional[Recipe]:
@@ -167,7 +267,7 @@ def _more_devices(_: Request, outcome: Outcome) -> Optional[Recipe]:
         more: Dict[Device, int] = {f"another {index}": usable[largest] for index in range(count)}
         more.update(usable)
         if isinstance(pack(outcome.units.units, more, effort=EFFORT), Placement):
-            budget = f"{gib(outcome.budgets.given[largest])} GiB"
+            budget = amount(outcome.budgets.given[largest])
             devices = "device" if count == 1 else "devices"
             return Recipe(f"{count} more {devices} of {budget}")
     return None
@@ -181,3 +281,17 @@ def _written(max_memory: Mapping[Device, Any]) -> str:
 def _budget(size: Any) -> str:
     """As the caller wrote it; numbers of another kind (numpy's) as plain ones."""
     return json.dumps(size if isinstance(size, (str, int)) else int(size))
+
+
+#: What is tried, in this order.
+_CHANGES: Tuple[Callable[[Request, Outcome], Optional[Recipe]], ...] = (
+    _without_max_memory,
+    _all_accelerators,
+    _higher_budgets,
+    _lower_dtype,
+    _four_bit,
+    _room_on_the_cpu,
+    offloaded_head,
+    offloaded,
+    _more_devices,
+)

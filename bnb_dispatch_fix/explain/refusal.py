@@ -7,7 +7,16 @@ import re
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix import features
-from bnb_dispatch_fix.explain import arguments, notes, offload_disk
+from bnb_dispatch_fix.backport.dispatch import all_on_disk
+from bnb_dispatch_fix.explain import (
+    arguments,
+    hand_written,
+    notes,
+    offload_disk,
+    reading,
+    whole_model,
+)
+from bnb_dispatch_fix.explain.offloading import stored_quantized
 from bnb_dispatch_fix.explain.recipes import recipes
 from bnb_dispatch_fix.model.budgets import UNLIMITED
 from bnb_dispatch_fix.model.device_map import refused_map
@@ -17,7 +26,7 @@ from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, search
 from bnb_dispatch_fix.model.units import Units
 from bnb_dispatch_fix.placement.records import Device, Impossible, Placement
-from bnb_dispatch_fix.wording import HOST, device_name, gib, kind_of, log
+from bnb_dispatch_fix.wording import HOST, amount, cell, device_name, kind_of, log
 
 #: How bitsandbytes and the other quantizers word that a map has modules where they cannot be.
 _REFUSAL = re.compile(r"\bcpu\b.{0,40}\bdisk\b", re.IGNORECASE | re.DOTALL)
@@ -25,8 +34,20 @@ _REFUSAL = re.compile(r"\bcpu\b.{0,40}\bdisk\b", re.IGNORECASE | re.DOTALL)
 _LARGE_SHARE = 0.2
 _EXPERTS = "one tensor for all of a layer, where only linear layers are quantized"
 _MOST_PARTS = 6
-#: Smaller parts, shown as 0.00, are not listed (bytes).
-_TINY = 2**30 // 200
+_TRIED = (
+    "no max_memory",
+    "every GPU named",
+    "higher budgets",
+    "4 instead of 8 bits",
+    "16 instead of 32",
+    "head and embedding on the CPU",
+    "blocks on the CPU",
+    "more GPUs",
+)
+#: Of parts that are left over, those smaller than this share of the model are not listed.
+_TINY = 0.001
+#: Accelerators with less than this are as good as not there (bytes).
+_HARDLY_ANYTHING = 2**30 // 10
 
 
 def explain(
@@ -59,17 +80,29 @@ def explain_load(error: Exception, load: Load) -> None:
         if load.request is not None and is_refusal(error):
             explain(error, load.request, load.outcome, refused_map(error) or load.planned)
             return
-        found = offload_disk.lines(error, load) or arguments.lines(error, load)
+        if isinstance(load.device_map, Mapping) and is_refusal(error):
+            found = arguments.swapped(load) or hand_written.lines(error, load)
+        else:
+            found = offload_disk.lines(error, load) or arguments.lines(error, load)
         if found:
             notes.attach(error, found)
     except Exception as fault:
         log(logging.DEBUG, "unexplained", fault)
 
 
-def warn_of_disk(load: Load) -> None:
-    """Log why a model that loaded lies on the disk as a whole; no exception leaves it."""
+def warn_of_whole_model(load: Load) -> None:
+    """Log why a model that loaded lies on the CPU or the disk as a whole; no exception leaves it.
+
+    Where a planner could tell at once, it has been told (see `whole_model.warn`).
+    """
     try:
-        if load.request is not None and not load.request.is_bitsandbytes:
+        request = load.request
+        if request is None:
+            return
+        if not all_on_disk(load.planned):
+            if request.refuses_offload and whole_model.decided_later(request):
+                whole_model.warn(request, load.planned)
+        elif not request.refuses_offload:
             offload_disk.warn(load)
     except Exception as fault:
         log(logging.DEBUG, "disk unexplained", fault)
@@ -96,11 +129,14 @@ def lines(
     model = describe_model(fine)
     placed = {} if device_map is None else parts_by_device(outcome.units, fine, device_map)
     return [
+        *reading.held_by_others(request),
         *_not_quantized(request, fine, model),
         _verdict(outcome),
+        *_odd_budgets(request, outcome),
         *_table(request, outcome, placed),
-        *_left_over(placed),
+        *_left_over(placed, model["total"]),
         *_largest(fine, model),
+        *_switch(request),
         *_recipes(request, outcome),
     ]
 
@@ -112,19 +148,43 @@ def _not_quantized(request: Request, fine: Units, model: Mapping[str, Any]) -> L
         return []
     kinds = sorted(describe_model(fine)["largest"], key=lambda kind: kind.quantized - kind.size)
     named = [kind for kind in kinds if kind.unquantized >= 0.05 * plain][:3]
-    text = ", ".join(f"{kind.name} {gib(kind.unquantized)}" for kind in named)
+    text = ", ".join(f"{kind.name} {cell(kind.unquantized)}" for kind in named)
     experts = sum(kind.unquantized for kind in kinds if "expert" in kind.name)
     return [
-        f"{gib(plain)} of {gib(total)} GiB are not quantized: {text}",
-        *([f"{gib(experts)} of it are experts: {_EXPERTS}"] if experts > 0.05 * plain else []),
+        f"{cell(plain)} of {amount(total)} are not quantized: {text}",
+        *([f"{amount(experts)} of it are experts: {_EXPERTS}"] if experts > 0.05 * plain else []),
     ]
 
 
 def _verdict(outcome: Outcome) -> str:
     result = outcome.result
+    if not outcome.budgets.accelerators:
+        return f"needs {amount(outcome.units.total)}, no accelerator has a budget"
     if isinstance(result, Placement):
         return "it fits: a placement of every module within the budgets exists"
     return (result.certificate if isinstance(result, Impossible) else result).describe()
+
+
+def _odd_budgets(request: Request, outcome: Outcome) -> List[str]:
+    """Why hardly anything may go to accelerators, where that is so."""
+    if max(outcome.budgets.accelerators.values(), default=0) >= _HARDLY_ANYTHING:
+        return []
+    return [f"- {cause}" for cause in (*reading.oddities(request), *reading.no_accelerator())]
+
+
+def _switch(request: Request) -> List[str]:
+    """What offloading takes, and how the switch is called; transformers 4.x names it wrongly."""
+    if not request.refuses_offload or not hasattr(request.quantizer, "quantization_config"):
+        return []
+    if stored_quantized(request):
+        return [
+            "its weights are stored quantized: layers of it cannot be offloaded unquantized, and "
+            "a quantization_config in the call does not replace the checkpoint's"
+        ]
+    return [
+        "offloading is off: llm_int8_enable_fp32_cpu_offload=True in BitsAndBytesConfig switches "
+        "it on; other keys, such as load_in_8bit_fp32_cpu_offload, are ignored there"
+    ]
 
 
 def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part]]) -> List[str]:
@@ -141,8 +201,8 @@ def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part
                 device_name(device),
                 _size(budgets.given.get(device)),
                 _size(usable),
-                gib(load) if placed else "-",
-                gib(usable - load) if known and usable is not None else "-",
+                cell(load) if placed else "-",
+                cell(usable - load) if known and usable is not None else "-",
             )
         )
     width = max(len(row[0]) for row in rows)
@@ -153,7 +213,7 @@ def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part
 
 
 def _size(size: Optional[int]) -> str:
-    return "unlimited" if size == UNLIMITED else gib(size)
+    return "unlimited" if size == UNLIMITED else cell(size)
 
 
 def _why_usable(request: Request, outcome: Outcome) -> List[str]:
@@ -180,14 +240,14 @@ def head_of(request: Request) -> str:
     return "free" if request.max_memory is None else "given"
 
 
-def _left_over(placed: Mapping[Device, List[Part]]) -> List[str]:
+def _left_over(placed: Mapping[Device, List[Part]], total: int) -> List[str]:
     """The modules on the CPU and the disk, neighbours as one."""
     found = []
     for device in HOST:
         every = collapsed(placed.get(device, ()))
-        parts = [part for part in every if part.size >= _TINY] or every
+        parts = [part for part in every if part.size >= _TINY * total] or every
         if parts:
-            shown = [f"{part.name} {gib(part.size)}" for part in parts[:_MOST_PARTS]]
+            shown = [f"{part.name} {cell(part.size)}" for part in parts[:_MOST_PARTS]]
             more = len(parts) - len(shown)
             shown += [f"and {more} more"] if more > 0 else []
             where = "the CPU" if device == "cpu" else "the disk"
@@ -202,7 +262,7 @@ def _largest(fine: Units, model: Mapping[str, Any]) -> List[str]:
     return [
         "largest: "
         + "; ".join(
-            f"{kind.name} {gib(kind.size)}"
+            f"{kind.name} {cell(kind.size)}"
             f"{f' ({kind.modules} of them)' if kind.modules > 1 else ''} {stored[kind.name]}"
             for kind in kinds
         )
@@ -226,13 +286,19 @@ def _stored(fine: Units) -> Dict[str, str]:
 
 
 def _recipes(request: Request, outcome: Outcome) -> List[str]:
-    """The changes that work, numbered; each was planned before."""
+    """The changes that work, numbered; each was fed back to the release before."""
     found = recipes(request, outcome)
-    if not found:
-        return ["no change of budgets, bits or offloading was found that would load it"]
+    untried = "other changes were not tried: planning this model takes long" * (not found.complete)
+    if not found.recipes:
+        return [
+            untried
+            or "no change of budgets, bits, dtype or offloading was found that would load it: "
+            + ", ".join(_TRIED)
+            + " were tried"
+        ]
     listed = ["any one of these loads it (each was planned):"]
-    for number, recipe in enumerate(found, 1):
+    for number, recipe in enumerate(found.recipes, 1):
         listed.append(f"  {number}. {recipe.what}{':' if recipe.arguments else ''}")
         if recipe.arguments:
             listed.append(f"     {recipe.arguments}")
-    return listed
+    return [*listed, *([untried] if untried else [])]

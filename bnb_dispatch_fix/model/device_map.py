@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from traceback import walk_tb
-from typing import Any, Collection, Dict, Iterable, Iterator, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import HOST
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -38,6 +39,15 @@ def compact(
         whole = (module for module in ancestors(name) if module not in mixed)
         device_map.setdefault(next(whole, name), device)
     return device_map
+
+
+def all_on_host(device_map: Any) -> bool:
+    """Whether a device map puts every module on the CPU or the disk."""
+    return (
+        isinstance(device_map, Mapping)
+        and bool(device_map)
+        and {str(device) for device in device_map.values()} <= set(HOST)
+    )
 
 
 def refused_map(error: BaseException) -> Optional[Dict[str, Device]]:

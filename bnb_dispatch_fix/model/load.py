@@ -8,6 +8,7 @@ map or an argument, is explained with what was noted.
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
@@ -23,12 +24,21 @@ from bnb_dispatch_fix.wording import STRATEGIES
 class Load:
     """One running `from_pretrained`: its arguments, and what became of them at the planner.
 
-    `max_memory` is None where it was not given; `outcome` is the exact search's, None where
-    nobody looked.
+    `max_memory` is None where it was not given; `arguments` are all that were named, `call` takes
+    others in their place (see `measured`); `outcome` is the exact search's, None where nobody
+    looked.
     """
 
-    def __init__(self, device_map: Any, max_memory: Any) -> None:
+    def __init__(
+        self,
+        device_map: Any,
+        max_memory: Any,
+        arguments: Optional[Mapping[str, Any]] = None,
+        call: Optional[Callable[..., Any]] = None,
+    ) -> None:
         self.device_map = device_map
+        self.arguments = dict(arguments or {})
+        self.call = call
         self.max_memory = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
         self.request: Optional[Request] = None
         self.outcome: Any = None
@@ -40,10 +50,25 @@ class Load:
         asked = self.device_map
         return asked if isinstance(asked, str) and asked in STRATEGIES else None
 
+    @property
+    def quantization(self) -> Any:
+        """What the call asks for; None where it asks for nothing (the checkpoint may be quantized)."""
+        switches = [name for name in ("load_in_4bit", "load_in_8bit") if self.arguments.get(name)]
+        return self.arguments.get("quantization_config") or switches or None
+
 
 class _Loads(threading.local):
     def __init__(self) -> None:
         self.running: List[Load] = []
+        self.measuring = False
+
+
+class _Measured(BaseException):
+    """Carries a request out of `from_pretrained`; no `except Exception` may hold it up."""
+
+    def __init__(self, request: Optional[Request]) -> None:
+        super().__init__()
+        self.request = request
 
 
 _loads = _Loads()
@@ -53,6 +78,7 @@ class _Quantizer(NamedTuple):
     """Stands for the `HfQuantizer` that the planner is not given; knows its configuration."""
 
     quantization_config: Any
+    pre_quantized: bool
 
 
 @contextmanager
@@ -77,6 +103,40 @@ def remember(request: Request, outcome: Any, planned: Any) -> None:
         load.request, load.outcome, load.planned = request, outcome, planned
 
 
+def measured(load: Load) -> Optional[Request]:
+    """The request that this load would make with device_map="auto"; None where it makes none.
+
+    The installed `from_pretrained` is called again, without any access to a network, and left at
+    its planner: no weights are read.
+    """
+    if load.call is None:
+        return None
+    torch: Any = sys.modules["torch"]
+    default = torch.get_default_dtype()
+    changes = {"device_map": "auto", "max_memory": None, "local_files_only": True}
+    again = Load("auto", None, {**load.arguments, **changes})
+    _loads.measuring = True
+    try:
+        with running(again):
+            load.call(**again.arguments)
+    except _Measured as found:
+        return found.request
+    except Exception:  # it fails before it plans
+        return None
+    finally:
+        _loads.measuring = False
+        torch.set_default_dtype(
+            default
+        )  # 4.x leaves its own behind when it does not come to an end
+    return None
+
+
+def leave_if_measuring(request: Optional[Request]) -> None:
+    """At a planner: end a `from_pretrained` that was only called to come this far."""
+    if _loads.measuring:
+        raise _Measured(request)
+
+
 def read_request(
     installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Optional[Request]:
@@ -89,7 +149,7 @@ def read_request(
     get_max_memory = installed.__globals__["get_max_memory"]
     share = _share_left(load.max_memory, given.get("max_memory"), get_max_memory)
     config = getattr(getattr(model, "config", None), "quantization_config", None)
-    quantizer = None if config is None else _Quantizer(config)
+    quantizer = None if config is None else _Quantizer(config, load.quantization is None)
     return Request(
         model=model,
         strategy=load.strategy,
@@ -100,6 +160,7 @@ def read_request(
         adjust=lambda budgets: {device: size * share for device, size in budgets.items()},
         sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes"), quantizer),
         lone_share=lone_share(load.strategy, installed),
+        call=(installed, given),
     )
 
 

@@ -34,6 +34,15 @@ def memory_of(device: Device) -> Optional[int]:
         return None
 
 
+def reserved_here(device: Device) -> int:
+    """Bytes of a GPU that torch's allocator holds in this process, used or not."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        return int(torch.cuda.memory_reserved(device))
+    except Exception:  # no such device, another backend
+        return 0
+
+
 def nvidia_driver(root: Path = Path("/")) -> Optional[str]:
     """What tells of an NVIDIA driver on this machine, None where nothing does; starts nothing."""
     try:

@@ -35,7 +35,8 @@ class Request(NamedTuple):
     element once loaded; `lone_share` is used of a lone accelerator's free memory; `adds_unused`
     says that the planner adds what torch has reserved and does not use; `no_placement` are the
     names of parameters that it leaves without a place where the model does not fit with them;
-    `counts_true_sizes` says that its own count of each tensor is that of `sizer`.
+    `counts_true_sizes` says that its own count of each tensor is that of `sizer`; `call` is the
+    installed planner and what it was given, by name, for who wants to ask it again.
     """
 
     model: Any
@@ -50,6 +51,7 @@ class Request(NamedTuple):
     adds_unused: bool = False
     no_placement: FrozenSet[str] = frozenset()
     counts_true_sizes: bool = False
+    call: Optional[Tuple[Callable[..., Any], Mapping[str, Any]]] = None
 
     @property
     def is_bitsandbytes(self) -> bool:
@@ -122,6 +124,7 @@ def from_transformers(
         adds_unused=adds_unused(release_of("transformers")),
         no_placement=_no_placement(installed, model),
         counts_true_sizes=planners_count_is_true(model, quantizer, dtype),
+        call=(installed, given),
     )
 
 
@@ -152,6 +155,7 @@ def from_accelerate_bnb(
         adjust=None,
         sizer=sizer_for(given["model"], config),
         lone_share=lone_share(strategy, installed),
+        call=(installed, given),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 from bnb_dispatch_fix import features
-from bnb_dispatch_fix.backport.dispatch import all_on_disk
+from bnb_dispatch_fix.model.device_map import all_on_host
 from bnb_dispatch_fix.model.load import Load, running
 
 
 def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands for `PreTrainedModel.from_pretrained`: notes the budgets, explains errors."""
-    load = Load(kwargs.get("device_map"), kwargs.get("max_memory"))
+    asked = (kwargs.get("device_map"), kwargs.get("max_memory"))
+    load = Load(*asked, kwargs, functools.partial(installed, *args))
     try:
         with running(load):
             loaded = installed(*args, **kwargs)
@@ -21,8 +23,8 @@ def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
             refusal.explain_load(error, load)
         raise
-    if load.strategy and all_on_disk(load.planned) and "explain" in features.on():
+    if load.strategy and all_on_host(load.planned) and "explain" in features.on():
         from bnb_dispatch_fix.explain import refusal  # needed for an odd plan only
 
-        refusal.warn_of_disk(load)
+        refusal.warn_of_whole_model(load)
     return loaded

@@ -8,7 +8,13 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 from bnb_dispatch_fix import features
 from bnb_dispatch_fix.model import requests
 from bnb_dispatch_fix.model.budgets import overfull
-from bnb_dispatch_fix.model.load import is_loading, read_request, remember
+from bnb_dispatch_fix.model.device_map import all_on_host
+from bnb_dispatch_fix.model.load import (
+    is_loading,
+    leave_if_measuring,
+    read_request,
+    remember,
+)
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
@@ -49,8 +55,24 @@ def _around(
 ) -> Any:
     """Call the installed planner; step in only where its answer would be refused."""
     request = _read(read, installed, args, kwargs)
+    leave_if_measuring(request)
     if request is None:
         return installed(*args, **kwargs)
+    device_map = _answer(request, installed, args, kwargs)
+    if all_on_host(device_map) and "explain" in features.on():
+        from bnb_dispatch_fix.explain import whole_model  # needed for an odd plan only
+
+        whole_model.warn(request, device_map, decided=read is not read_request)
+    return device_map
+
+
+def _answer(
+    request: Request,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Any:
+    """The installed planner's answer, or a better one; raises what it raises, explained."""
     try:
         device_map = installed(*args, **kwargs)
     except PLANNER_ERRORS as error:
