@@ -12,7 +12,6 @@ from bnb_dispatch_fix.patching.probe import ProbeResult, probe_balanced_fault, s
 from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
 from bnb_dispatch_fix.wrappers import loading, planners
 
-
 #: The installed function, and the arguments of a call of it.
 _Call = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]]
 

@@ -39,7 +39,7 @@ def missing_fixes():
     accelerate = Version(installed("accelerate") or "0")
     by_id = TRANSFORMERS < Version("5.0.0.dev0") and accelerate >= Version("1.16.0")
     lacks = [] if by_id else [4298]
-    return lacks + [pr for pr, first in first_with.items() if first > TRANSFORMERS]
+    return lacks + [pr for pr, first in first_with.items() if TRANSFORMERS < first]
 
 
 @pytest.fixture(scope="session")
