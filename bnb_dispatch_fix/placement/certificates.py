@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from .records import (
@@ -26,7 +27,7 @@ __all__ = [
     "verify",
 ]
 
-# Beyond this many intermediate results the checker does not try to follow a proof.
+# Beyond this many steps, below a microsecond each, the checker does not try to follow a proof.
 CHECK_LIMIT = 300_000
 
 
@@ -34,12 +35,17 @@ class CannotVerify(Exception):
     """The proof is too long to be checked independently; it is neither confirmed nor refuted."""
 
 
-def verify(certificate: Certificate, units: Sequence[Unit], budgets: Mapping[Device, int]) -> bool:
+def verify(
+    certificate: Certificate,
+    units: Sequence[Unit],
+    budgets: Mapping[Device, int],
+    steps: int = CHECK_LIMIT,
+) -> bool:
     """Tell whether the certificate proves that no placement of the units exists.
 
     Everything is computed again from the units and budgets (bytes). For SearchComplete this is a
     search of its own, breadth first over what is left for the remaining devices.
-    Raises CannotVerify where that, or RoomUnusable, takes more than CHECK_LIMIT results.
+    Raises CannotVerify where that, or RoomUnusable, takes more than so many steps.
     """
     usable = {device: budget for device, budget in budgets.items() if budget > 0}
     together = _tied_sizes(units)
@@ -65,21 +71,25 @@ def verify(certificate: Certificate, units: Sequence[Unit], budgets: Mapping[Dev
             and certificate.count > sum(fits.values())
         )
     if isinstance(certificate, RoomUnusable):
-        return _room_is_unusable(certificate, sizes, usable)
-    return not _divisible([size for size in sizes if size], sorted(usable.values()))
+        return _room_is_unusable(certificate, sizes, usable, steps)
+    if certificate != SearchComplete(len(sizes), len(usable)):
+        return False
+    return not _divisible([size for size in sizes if size], sorted(usable.values()), steps)
 
 
 def _tied_sizes(units: Sequence[Unit]) -> List[Tuple[int, Tuple[str, ...]]]:
     """Return (bytes, names) of what has to share a device."""
-    found: Dict[Tuple[str, Union[int, str]], List[Unit]] = {}
-    for position, unit in enumerate(units):
-        key = ("alone", position) if unit.tie is None else ("tied", unit.tie)
-        found.setdefault(key, []).append(unit)
-    return [(sum(u.size for u in group), tuple(u.name for u in group)) for group in found.values()]
+    found = [(size, (name,)) for name, size, tie, _ in units if tie is None]
+    tied: Dict[Union[int, str], List[Unit]] = {}
+    for unit in units:
+        if unit.tie is not None:
+            tied.setdefault(unit.tie, []).append(unit)
+    groups = [(sum(u.size for u in group), tuple(u.name for u in group)) for group in tied.values()]
+    return [*found, *groups]
 
 
 def _room_is_unusable(
-    certificate: RoomUnusable, sizes: Sequence[int], usable: Mapping[Device, int]
+    certificate: RoomUnusable, sizes: Sequence[int], usable: Mapping[Device, int], steps: int
 ) -> bool:
     large = [size for size in sizes if size >= certificate.size]
     claimed = dict(certificate.usable)
@@ -87,37 +97,42 @@ def _room_is_unusable(
         return False
     if certificate.needed <= sum(claimed.values()):
         return False
-    for budget, claim in {(budget, claimed[device]) for device, budget in usable.items()}:
-        if _least_left_over(large, budget) < budget - claim:
-            return False
-    return True
+    loads = sorted(_loads_of_one_device(large, max(usable.values(), default=0), steps))
+    fullest = {device: loads[bisect_right(loads, budget) - 1] for device, budget in usable.items()}
+    return all(fullest[device] <= claimed[device] for device in usable)
 
 
-def _least_left_over(sizes: Sequence[int], budget: int) -> int:
-    """Return the least room that a set of the sizes leaves of the budget."""
-    rooms: Set[int] = {budget}
+def _loads_of_one_device(sizes: Sequence[int], budget: int, steps: int) -> Set[int]:
+    """Return what the sets of the sizes come to, as far as that is within the budget."""
+    loads = {0}
+    left = steps
+    complete = -1  # one more of this size gives nothing new
     for size in sorted(sizes):
-        rooms |= {room - size for room in rooms if room >= size}
-        if len(rooms) > CHECK_LIMIT:
-            raise CannotVerify(f"more than {CHECK_LIMIT} different loads of one device")
-    return min(rooms)
+        if size == complete:
+            continue
+        left -= len(loads)
+        if left < 0:
+            raise CannotVerify(f"more than {steps} steps through the loads of one device")
+        before = len(loads)
+        loads |= {load + size for load in loads if load + size <= budget}
+        complete = size if len(loads) == before else -1
+    return loads
 
 
-def _divisible(sizes: Sequence[int], budgets: Sequence[int]) -> bool:
+def _divisible(sizes: Sequence[int], budgets: Sequence[int], steps: int) -> bool:
     """Tell whether the sizes can be divided among the budgets."""
     kinds = sorted(set(sizes))
     left = {tuple(sizes.count(kind) for kind in kinds)}
+    each = 1 + len(kinds) // 8  # results with many kinds take longer
     work = 0
     for number, budget in enumerate(budgets, 1):
         later = sum(budgets[number:])
         after = set()
         for counts in left:
             for rest in _maximal_loads(kinds, counts, budget):
-                work += 1
-                if work > CHECK_LIMIT:
-                    raise CannotVerify(
-                        f"more than {CHECK_LIMIT} steps through the loads of the devices"
-                    )
+                work += each
+                if work > steps:
+                    raise CannotVerify(f"more than {steps} steps through the loads of the devices")
                 if (
                     rest is not None
                     and sum(kind * count for kind, count in zip(kinds, rest)) <= later

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from operator import index
+from itertools import islice
+from operator import index, ne
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import impossibility
+from .certificates import CannotVerify, verify
+from .division import OutOfEffort
 from .records import (
+    Certificate,
     Device,
     GaveUp,
     Impossible,
     Kind,
+    Merit,
     Placement,
     SearchComplete,
+    SearchFault,
     Unit,
     device_order,
 )
-from .scattered import OutOfEffort
 from .search import Found, Search
 
 __all__ = [
@@ -26,7 +31,9 @@ __all__ = [
     "GaveUp",
     "Impossible",
     "Kind",
+    "Merit",
     "Placement",
+    "SearchFault",
     "Unit",
     "check",
     "device_order",
@@ -35,6 +42,8 @@ __all__ = [
 
 # Search nodes, some microseconds each, that may be spent to decide whether a placement exists.
 EFFORT = 200_000
+# Steps, below a microsecond each, that may be spent to verify the proof that none does.
+VERIFY_STEPS = 100_000
 
 
 def pack(
@@ -43,6 +52,7 @@ def pack(
     *,
     fill_last: Optional[Device] = None,
     effort: int = EFFORT,
+    merit: Merit = "fewest_changes",
 ) -> Union[Placement, Impossible, GaveUp]:
     """Return the best placement of the units within the budgets (usable bytes per device).
 
@@ -52,48 +62,89 @@ def pack(
     `fill_last` (GPU 0 with balanced_low_0) gets as few bytes as a contiguous placement allows,
     or a scattered one if there is none; this counts before device order and changes.
 
+    With `merit` "even", of the placements in device order the best has, in this order: as few
+    bytes on `fill_last` as a placement in device order allows, the smallest maximum of load ÷
+    budget on the other devices, the fewest changes, the embedding on the first device in use.
+    Where there is none in device order, it is as without.
+
     Contiguous placements are searched completely with up to 16 devices and one tie group; with
-    more tie groups a placement with fewer changes can be missed (`optimal` is False then). A
-    scattered one is searched within `effort`. Budgets of 0 or less are not used. The result
-    depends on nothing but the arguments. Raises ValueError for repeated names or negative sizes.
+    more tie groups a better placement can be missed (`optimal` is False then). A scattered one is
+    searched within `effort`. Budgets of 0 or less are not used. The result depends on nothing but
+    the arguments. Every placement is checked, every proof as far as VERIFY_STEPS go.
+
+    Raises ValueError for repeated names or negative sizes, SearchFault for a result that is wrong.
     """
+    if merit not in ("fewest_changes", "even"):
+        raise ValueError(f"no such order of merit: {merit!r}")
     order = [device for device in device_order(budgets) if budgets[device] > 0]
     usable = {device: index(budgets[device]) for device in order}
     together = _checked(units)
     if not units:
         return Placement({}, {}, Kind.DEVICE_ORDER, 0, True, Fraction(0), True)
+    found = _search(units, together, usable, fill_last, effort, merit)
+    if isinstance(found, GaveUp):
+        return found
+    if isinstance(found, Placement):
+        faults = check(found, units, usable) or _misstated(found, units, usable)
+        if faults:
+            raise SearchFault("; ".join(faults))
+        return found
+    return _verified(found, units, usable)
+
+
+def _search(
+    units: Sequence[Unit],
+    together: Sequence[Tuple[int, Tuple[str, ...]]],
+    usable: Mapping[Device, int],
+    fill_last: Optional[Device],
+    effort: int,
+    merit: Merit,
+) -> Union[Placement, Certificate, GaveUp]:
     certificate = impossibility.too_large(together, usable)
     if certificate is not None:
-        return Impossible(certificate)
-    last = order.index(fill_last) if fill_last in usable else -1
+        return certificate
+    order = list(usable)
+    last = order.index(fill_last) if fill_last is not None and fill_last in usable else -1
     search = Search(units, list(usable.values()), last)
     if not search.fits_in_device_order():
         certificate = impossibility.indivisible([size for size, _ in together], usable)
         if certificate is not None:
-            return Impossible(certificate)
+            return certificate
     try:
-        found = search.contiguous() or search.scattered(effort)
+        found = search.most_even() if merit == "even" else None
+        found = found or search.contiguous() or search.scattered(effort)
     except OutOfEffort:
         return GaveUp(effort)
     if found is None:
-        return Impossible(SearchComplete(len(together), len(order)))
+        return SearchComplete(len(together), len(order))
     return _placement(found, units, order, search.optimal)
+
+
+def _verified(
+    certificate: Certificate, units: Sequence[Unit], budgets: Mapping[Device, int]
+) -> Impossible:
+    try:
+        holds = verify(certificate, units, budgets, VERIFY_STEPS)
+    except CannotVerify:
+        return Impossible(certificate, verified=False)
+    if not holds:
+        raise SearchFault(f"no proof: {certificate.describe()}")
+    return Impossible(certificate, verified=True)
 
 
 def _checked(units: Sequence[Unit]) -> List[Tuple[int, Tuple[str, ...]]]:
     """Return (bytes, names) of what has to share a device; raise ValueError for invalid units."""
-    names = set()
     alone = []
     tied: Dict[Union[int, str], List[Unit]] = {}
     for unit in units:
-        if unit.size < 0:
-            raise ValueError(f"size of unit {unit.name!r} must be 0 bytes or more, not {unit.size}")
-        names.add(unit.name)
-        if unit.tie is None:
-            alone.append((unit.size, (unit.name,)))
+        name, size, tie, _ = unit
+        if size < 0:
+            raise ValueError(f"size of unit {name!r} must be 0 bytes or more, not {size}")
+        if tie is None:
+            alone.append((size, (name,)))
         else:
-            tied.setdefault(unit.tie, []).append(unit)
-    if len(names) < len(units):
+            tied.setdefault(tie, []).append(unit)
+    if len({unit.name for unit in units}) < len(units):
         raise ValueError("names of units must be different, one is there twice")
     groups = [(sum(u.size for u in group), tuple(u.name for u in group)) for group in tied.values()]
     return alone + groups
@@ -125,14 +176,14 @@ def check(placement: Placement, units: Sequence[Unit], budgets: Mapping[Device, 
     wrong = []
     loads: Dict[Device, int] = {}
     tied: Dict[Union[int, str], Device] = {}
-    for unit in units:
-        device = placement.devices.get(unit.name)
+    for name, size, tie, _ in units:
+        device = placement.devices.get(name)
         if device is None:
-            wrong.append(f"{unit.name} has no device")
+            wrong.append(f"{name} has no device")
             continue
-        loads[device] = loads.get(device, 0) + unit.size
-        if unit.tie is not None and tied.setdefault(unit.tie, device) != device:
-            wrong.append(f"{unit.name} is on {device}, what it is tied to on {tied[unit.tie]}")
+        loads[device] = loads.get(device, 0) + size
+        if tie is not None and tied.setdefault(tie, device) != device:
+            wrong.append(f"{name} is on {device}, what it is tied to on {tied[tie]}")
     unknown = placement.devices.keys() - {unit.name for unit in units}
     wrong.extend(f"{name} is not a unit" for name in sorted(unknown))
     for device, load in loads.items():
@@ -144,3 +195,19 @@ def check(placement: Placement, units: Sequence[Unit], budgets: Mapping[Device, 
     if loads != placement.loads:
         wrong.append(f"the loads are {loads}, not {placement.loads}")
     return wrong
+
+
+def _misstated(
+    placement: Placement, units: Sequence[Unit], budgets: Mapping[Device, int]
+) -> List[str]:
+    """Return what a placement that may be used says wrongly about itself, one line each."""
+    line = [placement.devices[unit.name] for unit in units]
+    embedding = next((line[n] for n, unit in enumerate(units) if unit.is_input_embedding), None)
+    first = next(device for device in budgets if device in placement.loads)
+    found = {
+        "changes": sum(map(ne, line, islice(line, 1, None))),
+        "embedding_first": embedding in (None, first),
+        "fill": max(Fraction(load, budgets[d]) for d, load in placement.loads.items()),
+    }
+    stated = {name: getattr(placement, name) for name in found}
+    return [] if found == stated else [f"the placement has {found}, not {stated}"]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from fractions import Fraction
-from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Iterable, List, Literal, NamedTuple, Optional, Tuple, Union
 
 Device = Union[int, str]
+# What counts first among placements of a kind; see `pack`.
+Merit = Literal["fewest_changes", "even"]
+
+
+class SearchFault(Exception):
+    """The search came to a result that its own check refuses; there is no answer then."""
 
 
 class Unit(NamedTuple):
@@ -160,9 +166,14 @@ def _gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Impossible:
-    """No placement exists, as the certificate proves."""
+    """No placement exists, as the certificate says.
+
+    `verified` says that the certificate was confirmed by `certificates.verify`, which computes
+    everything anew; where it is False that would have taken too long.
+    """
 
     certificate: Certificate
+    verified: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

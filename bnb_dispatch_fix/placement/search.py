@@ -1,4 +1,4 @@
-"""The order of the searches: which kind of placement first, and which of its kind is best."""
+"""The order of the searches, and the one place that says which of two placements is better."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections import Counter
 from fractions import Fraction
 from itertools import accumulate, islice
 from operator import ne
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from .contiguous import AnyOrder, Chain, Segment, Steps, chains, in_device_order
+from .division import Effort, OutOfEffort, divide
 from .records import Unit
-from .scattered import Effort, Line, OutOfEffort, divide, few_changes
+from .scattered import Line, few_changes
 
 # The part of the effort spent on one number of changes, or on the smallest fill, of a scattered
 # placement that is known to exist.
 POLISH = 16
-# The search along the model calls itself twice per run; with more runs it is not tried.
-MOST_RUNS = 200
 # What is to be smallest is bisected to this part, from there on made smaller byte by byte: few
 # placements differ by less.
 SCALE = 1 << 12
@@ -38,6 +37,17 @@ class Found(NamedTuple):
     changes: int
     embedding_first: bool
     fill: Fraction
+    spread: Fraction  # the largest fill of the devices other than the one filled last
+
+
+def fewest_changes(found: Found) -> Tuple[int, bool, Fraction]:
+    """Return what is smaller for the better of two placements of a kind, by changes of device."""
+    return found.changes, not found.embedding_first, found.fill
+
+
+def most_even(found: Found) -> Tuple[Fraction, int, bool]:
+    """Return what is smaller for the better of two placements of a kind, by largest fill."""
+    return found.spread, found.changes, not found.embedding_first
 
 
 class Search:
@@ -55,37 +65,77 @@ class Search:
 
     def fits_in_device_order(self) -> bool:
         """Tell whether there is a placement in device order at all."""
-        runs = len(self.budgets)
-        return any(in_device_order(c, self.budgets, runs, False) is not None for c in self.chains)
+        return any(in_device_order(c, self.budgets, len(self.budgets), False) for c in self.chains)
 
     def contiguous(self) -> Optional[Found]:
-        """Return the best contiguous placement, or None."""
+        """Return the contiguous placement with the fewest changes, or None if there is none."""
         any_order = AnyOrder()
 
         def candidates(caps: Caps) -> Tuple[_Solver, List[_Laid]]:
-            for solver in (in_device_order, any_order):
-                tried = [(c, solver(c, caps, len(caps), False)) for c in self.chains]
-                found = [(c, segments) for c, segments in tried if segments is not None]
-                if found:
-                    break
-            return solver, found
+            found = self._laid(in_device_order, caps)
+            return (in_device_order, found) if found else (any_order, self._laid(any_order, caps))
 
-        def bytes_on_last(caps: Caps) -> Optional[int]:
-            loads = [_loads(*laid).get(self.last, 0) for laid in candidates(caps)[1]]
-            return min(loads, default=None)
+        caps = self._spare_last(lambda caps: self._least_on_last(candidates(caps)[1]))
+        solver, laid = candidates(caps)
 
-        caps = self._spare_last(bytes_on_last)
-        solver, feasible = candidates(caps)
-        in_order = solver is in_device_order
-        first = [self._found(*laid, in_order) for laid in feasible]
-        least = min((found.changes for found in first), default=0)
-        refined = [
-            self._found(laid[0], self._refine(solver, caps, *laid), in_order)
-            for laid, found in zip(feasible, first)
-            if found.changes == least
-        ]
+        def refine(chain: Chain, segments: List[Segment]) -> List[Segment]:
+            return self._refine(solver, caps, chain, segments)
+
+        best = self._best(laid, refine, solver is in_device_order, fewest_changes)
         self.optimal = self.optimal and any_order.exact
-        return min(first + refined, key=_rank, default=None)
+        return best
+
+    def most_even(self) -> Optional[Found]:
+        """Return the most even placement in device order, or None if there is none.
+
+        The device filled last gets as little as a placement in device order allows.
+        """
+
+        def candidates(caps: Caps) -> List[_Laid]:
+            return self._laid(in_device_order, caps)
+
+        def spread(caps: Caps) -> Optional[Fraction]:
+            return min((self._spread(_loads(*laid)) for laid in candidates(caps)), default=None)
+
+        caps = self._spare_last(lambda caps: self._least_on_last(candidates(caps)))
+        reached = spread(caps)
+        if reached is None:
+            return None
+        load = caps[self.last] if self.last >= 0 else 0
+        others = sum(budget for d, budget in enumerate(self.budgets) if d != self.last)
+        low = (self.total - load) * SCALE // max(others, 1)
+        least = self._least(caps, reached, low, spread, self.last)
+        caps = self._tight(caps, least.numerator, least.denominator, self.last)
+
+        def refine(chain: Chain, segments: List[Segment]) -> List[Segment]:
+            return in_device_order(chain, caps, len(segments), True) or segments
+
+        return self._best(candidates(caps), refine, True, most_even)
+
+    def _laid(self, solver: _Solver, caps: Caps) -> List[_Laid]:
+        """Return each chain that fits, and the fewest runs it fits with."""
+        tried = ((chain, solver(chain, caps, len(caps), False)) for chain in self.chains)
+        return [(chain, segments) for chain, segments in tried if segments is not None]
+
+    def _least_on_last(self, laid: Sequence[_Laid]) -> Optional[int]:
+        return min((_loads(*one).get(self.last, 0) for one in laid), default=None)
+
+    def _best(
+        self,
+        laid: Sequence[_Laid],
+        refine: Callable[[Chain, List[Segment]], List[Segment]],
+        in_order: bool,
+        merit: Callable[[Found], Any],
+    ) -> Optional[Found]:
+        """Return the best of the placements and of what the ones with fewest changes lead to."""
+        first = [self._found(*one, in_order) for one in laid]
+        fewest = min((found.changes for found in first), default=0)
+        refined = [
+            self._found(chain, refine(chain, segments), in_order)
+            for (chain, segments), found in zip(laid, first)
+            if found.changes == fewest
+        ]
+        return min(first + refined, key=merit, default=None)
 
     def scattered(self, effort: int) -> Optional[Found]:
         """Return the best scattered placement that `effort` nodes find, or None if there is none.
@@ -125,8 +175,6 @@ class Search:
         self, line: Line, caps: Caps, runs: int, embedding: bool, effort: Effort
     ) -> Optional[List[Segment]]:
         try:
-            if runs > MOST_RUNS:
-                raise OutOfEffort
             return line.search(caps, runs - 1, embedding, effort)
         except OutOfEffort:
             self.optimal = False
@@ -175,32 +223,65 @@ class Search:
         runs = len(segments)
         first = solver(chain, caps, runs, True)
         best = segments if first is None else first
-        fill = self._fill(_loads(chain, best))
-        low, high = self._least_fill(runs) - 1, _scaled(fill)
+
+        def fill(tighter: Caps) -> Optional[Fraction]:
+            nonlocal best
+            found = solver(chain, tighter, runs, first is not None)
+            if found is None:
+                return None
+            best = found
+            return self._fill(_loads(chain, best))
+
+        self._least(caps, self._fill(_loads(chain, best)), self._least_fill(runs), fill)
+        return best
+
+    def _least(
+        self,
+        caps: Caps,
+        fill: Fraction,
+        low: int,
+        attempt: Callable[[Caps], Optional[Fraction]],
+        spared: int = -1,
+    ) -> Fraction:
+        """Return the least fill that `attempt` reaches within smaller and smaller budgets.
+
+        `fill` has been reached, less than `low` parts of SCALE cannot be. The budget of device
+        `spared` stays as it is.
+        """
+        high = _scaled(fill)
+        low -= 1
         while high - low > 1 and fill:
             middle = (low + high) // 2
-            tighter = [min(c, middle * b // SCALE) for c, b in zip(caps, self.budgets)]
-            found = solver(chain, tighter, runs, first is not None)
-            if found is None:
+            less = attempt(self._tight(caps, middle, SCALE, spared))
+            if less is None:
                 low = middle
             else:
-                best, fill = found, self._fill(_loads(chain, found))
+                fill = less
                 high = _scaled(fill)
         while fill:
-            n, d = fill.numerator, fill.denominator
-            tighter = [min(c, (n * b - 1) // d) for c, b in zip(caps, self.budgets)]
-            found = solver(chain, tighter, runs, first is not None)
-            if found is None:
+            less = attempt(self._tight(caps, fill.numerator, fill.denominator, spared, 1))
+            if less is None:
                 break
-            best, fill = found, self._fill(_loads(chain, found))
-        return best
+            fill = less
+        return fill
+
+    def _tight(self, caps: Caps, parts: int, of: int, spared: int, less: int = 0) -> Caps:
+        """Return the budgets cut down to `parts` of `of`, and below that where `less` is 1."""
+        tight = [min(c, (parts * b - less) // of) for c, b in zip(caps, self.budgets)]
+        if spared >= 0:
+            tight[spared] = caps[spared]
+        return tight
 
     def _least_fill(self, runs: int) -> int:
         room = sum(sorted(self.budgets, reverse=True)[:runs])
         return self.total * SCALE // room
 
     def _fill(self, loads: Dict[int, int]) -> Fraction:
-        return max(Fraction(load, self.budgets[device]) for device, load in loads.items())
+        fills = (Fraction(load, self.budgets[device]) for device, load in loads.items())
+        return max(fills, default=Fraction(0))
+
+    def _spread(self, loads: Dict[int, int]) -> Fraction:
+        return self._fill({d: load for d, load in loads.items() if d != self.last})
 
     def _found(self, chain: Chain, segments: List[Segment], in_order: bool) -> Found:
         loads = _loads(chain, segments)
@@ -215,11 +296,8 @@ class Search:
             _changes(devices),
             embedding < 0 or devices[embedding] == min(loads),
             self._fill(loads),
+            self._spread(loads),
         )
-
-
-def _rank(found: Found) -> Tuple[int, bool, Fraction]:
-    return found.changes, not found.embedding_first, found.fill
 
 
 def _loads(chain: Chain, segments: Sequence[Segment]) -> Dict[int, int]:
@@ -252,21 +330,22 @@ def _fewest_devices(total: int, caps: Sequence[int]) -> int:
 
 def model_steps(units: Sequence[Unit]) -> Steps:
     """Join to the unit before what may as well stay with it: tied neighbours, units of no bytes."""
-    members = Counter(unit.tie for unit in units)
+    members = Counter(unit.tie for unit in units if unit.tie is not None)
     tied_bytes: Dict[object, int] = {}
     for unit in units:
-        tied_bytes[unit.tie] = tied_bytes.get(unit.tie, 0) + unit.size
+        if unit.tie is not None:
+            tied_bytes[unit.tie] = tied_bytes.get(unit.tie, 0) + unit.size
     numbers: Dict[object, int] = {}
     steps = Steps([], [], [], -1)
     embedding = -1
-    for position, unit in enumerate(units):
-        is_embedding = unit.is_input_embedding and embedding < 0
-        if unit.tie is None or members[unit.tie] == 1:
-            size, group = unit.size, -1
+    for position, (_, size, tie, marked) in enumerate(units):
+        is_embedding = marked and embedding < 0
+        if tie is None or members[tie] == 1:
+            group = -1
             joins = not size and not is_embedding
         else:
-            size = 0 if unit.tie in numbers else tied_bytes[unit.tie]
-            group = numbers.setdefault(unit.tie, len(numbers))
+            size = 0 if tie in numbers else tied_bytes[tie]
+            group = numbers.setdefault(tie, len(numbers))
             joins = bool(steps.groups) and steps.groups[-1] == group
         if not joins:
             steps.sizes.append(size)
