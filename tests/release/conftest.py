@@ -37,9 +37,9 @@ def missing_fixes():
     """PR numbers that the installed release's planner lacks; before 5.0 it is accelerate's."""
     first_with = {47203: Version("5.14.0"), 47211: Version("5.18.0")}
     accelerate = Version(installed("accelerate") or "0")
-    by_id = TRANSFORMERS < Version("5.0.0.dev0") and accelerate >= Version("1.16.0")
+    by_id = Version("5.0.0.dev0") > TRANSFORMERS and accelerate >= Version("1.16.0")
     lacks = [] if by_id else [4298]
-    return lacks + [pr for pr, first in first_with.items() if TRANSFORMERS < first]
+    return lacks + [pr for pr, first in first_with.items() if first > TRANSFORMERS]
 
 
 @pytest.fixture(scope="session")
