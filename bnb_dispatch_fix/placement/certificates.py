@@ -54,13 +54,9 @@ def verify(
         matches = certificate == TotalTooLarge(sum(sizes), sum(usable.values()))
         return matches and bool(units) and (sum(sizes) > sum(usable.values()) or not usable)
     if isinstance(certificate, UnitTooLarge):
-        limit = certificate.largest_budget
         known = (certificate.needed, certificate.names) in together
-        return (
-            known
-            and all(budget <= limit for budget in usable.values())
-            and certificate.needed > limit
-        )
+        largest = max(usable.values(), default=0)
+        return known and certificate.needed > certificate.largest_budget == largest
     if isinstance(certificate, TooManyLarge):
         fits = dict(certificate.fits)
         return (

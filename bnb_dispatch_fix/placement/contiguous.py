@@ -185,7 +185,10 @@ class AnyOrder:
     def __call__(
         self, chain: Chain, caps: Sequence[int], runs: int, embedding_first: bool
     ) -> Optional[List[Segment]]:
-        """Return a placement with the fewest runs, at most `runs`, in any order of devices."""
+        """Return a placement with at most `runs` runs, in any order of devices.
+
+        It has the fewest runs there are, unless the embedding has to be on the first device.
+        """
         if not embedding_first or chain.embedding < 0:
             return self._search(chain, caps, runs, -1)
         tried = set()

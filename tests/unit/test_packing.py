@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby, permutations
@@ -12,16 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_oracle import best_rank, planted, random_instance, rank_of
 
-from bnb_dispatch_fix.placement.certificates import SearchComplete, TooManyLarge, verify
+from bnb_dispatch_fix.placement import packing
+from bnb_dispatch_fix.placement.certificates import (
+    SearchComplete,
+    TooManyLarge,
+    UnitTooLarge,
+    verify,
+)
+from bnb_dispatch_fix.placement.contiguous import Steps
+from bnb_dispatch_fix.placement.division import Effort
 from bnb_dispatch_fix.placement.packing import (
     GaveUp,
     Impossible,
     Kind,
     Placement,
+    SearchFault,
     Unit,
     check,
     pack,
 )
+from bnb_dispatch_fix.placement.scattered import Line
 
 
 def agrees_with_every_assignment(units, budgets, fill_last, missed):
@@ -275,3 +287,73 @@ def test_check_names_every_violation():
         f"the loads are {{0: 11, 1: 1, 2: 1}}, not {good.loads}",
     ]
     assert check(replace(good, devices={}), units, budgets)[0] == "a has no device"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"devices": [0, 1, 1, 0]}, "d is on 0, what it is tied to on 1"),
+        ({"devices": [0, 0, 0, 0]}, "device 0 has a budget of 6 bytes and holds 9"),
+        ({"loads": {0: 4, 1: 5}}, "the loads are {0: 3, 1: 6}"),
+        ({"changes": 0}, "'changes': 1"),
+        ({"embedding_first": False}, "'embedding_first': True"),
+        ({"fill": Fraction(1, 2)}, "'fill': Fraction(1, 1)"),
+    ],
+)
+def test_wrong_placement_never_leaves_the_search(monkeypatch, change, fault):
+    class Faulty(packing.Search):
+        def contiguous(self):
+            return super().contiguous()._replace(**change)
+
+    monkeypatch.setattr(packing, "Search", Faulty)
+    units = [Unit("a", 3, None, True), Unit("b", 2, "t"), Unit("c", 3), Unit("d", 1, "t")]
+    with pytest.raises(SearchFault) as caught:
+        pack(units, {0: 6, 1: 6})
+    assert fault in str(caught.value)
+
+
+def test_refuted_proof_never_leaves_the_search(monkeypatch):
+    wrong = UnitTooLarge(("a",), 6, 5)
+    monkeypatch.setattr(packing.impossibility, "too_large", lambda *_: wrong)
+    with pytest.raises(SearchFault, match="`a` alone needs"):
+        pack([Unit("a", 5)], {0: 5})
+
+
+def test_proof_that_takes_too_long_to_verify_says_so():
+    # Both halves would be odd, all sizes are even; no bound sees that.
+    rng = random.Random(26)
+    units = [Unit(str(n), 2 * rng.randint(5 * 10**6, 5 * 10**7)) for n in range(6)]
+    units = [Unit(f"{unit.name}.{n}", unit.size) for unit in units for n in range(9)]
+    half = sum(unit.size for unit in units) // 2
+    half -= half % 2 == 0
+    result = pack(units, {0: half, 1: half + 2})
+    assert result == Impossible(SearchComplete(54, 2))
+    assert not result.verified
+    assert pack(units[:3], {0: 1, 1: 2}).verified
+
+
+def within_few_calls(call):
+    """Return what the call does with room for few calls within calls."""
+    limit = sys.getrecursionlimit()
+    depth = len(inspect.stack(0))
+    sys.setrecursionlimit(depth + 60)
+    try:
+        return call()
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_many_devices_do_not_reach_the_recursion_limit():
+    # No greedy way divides the large ones; before them come 400 devices of one byte each.
+    units = [Unit(str(n), size) for n, size in enumerate([60, 40, 40, 40, 30, 30, *[1] * 400])]
+    budgets = {**dict.fromkeys(range(400), 1), 400: 120, 401: 120}
+    result = within_few_calls(lambda: pack(units, budgets))
+    assert isinstance(result, Placement)
+    assert check(result, units, budgets) == []
+
+
+def test_many_changes_do_not_reach_the_recursion_limit():
+    # Two tie groups, the bytes counted at their first steps, take turns.
+    steps = Steps([3, 2, *[0] * 598], [0, 1] * 300, list(range(600)), -1)
+    runs = within_few_calls(lambda: Line(steps).search([3, 2], 599, False, Effort(1000)))
+    assert runs == [(step % 2, step, step + 1) for step in range(600)]

@@ -117,6 +117,122 @@ def test_altered_proof_is_refused(number, changes):
     assert not verify(replace(certificate, **changes), units, budgets)
 
 
+# Units, budgets, and a claim that fails by the least there is.
+NEAR_MISSES = {
+    "the total is as large as the budgets": ((5, 5), {0: 6, 1: 4}, TotalTooLarge(10, 10)),
+    "the total is not too large, though it cannot be divided so": (
+        (6, 6, 5),
+        {0: 10, 1: 10},
+        TotalTooLarge(17, 20),
+    ),
+    "more bytes than there are": ((5, 6), {0: 5, 1: 5}, TotalTooLarge(12, 10)),
+    "fewer bytes than there are": ((5, 7), {0: 5, 1: 5}, TotalTooLarge(11, 10)),
+    "a smaller budget": ((5, 6), {0: 5, 1: 5}, TotalTooLarge(11, 9)),
+    "a budget below 0 counted": ((5, 6), {0: 5, 1: -1, 2: 5}, TotalTooLarge(11, 9)),
+    "no units": ((), {}, TotalTooLarge(0, 0)),
+    "no units, but budgets": ((), {0: 1}, TotalTooLarge(0, 1)),
+    "no bytes": ((0,), {0: 1}, TotalTooLarge(0, 1)),
+    "as large as the largest budget": ((5,), {0: 5, 1: 4}, UnitTooLarge(("unit.0",), 5, 5)),
+    "not the largest budget": ((5,), {0: 5, 1: 4}, UnitTooLarge(("unit.0",), 5, 4)),
+    "a larger budget than the largest": ((6,), {0: 4, 1: 4}, UnitTooLarge(("unit.0",), 6, 5)),
+    "another unit's bytes": ((6, 5), {0: 5, 1: 9}, UnitTooLarge(("unit.1",), 6, 5)),
+    "tied, but they are not": ((3, 3), {0: 5, 1: 5}, UnitTooLarge(("unit.0", "unit.1"), 6, 5)),
+    "as many as fit": ((3, 3), {0: 5, 1: 5}, TooManyLarge(3, 2, ((0, 1), (1, 1)))),
+    "more than there are": ((3, 3), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+    "one fits more": ((3, 3, 3), {0: 6, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+    "not so large": ((3, 3, 2), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+    "a device left out": ((3, 3, 3), {0: 6, 1: 5}, TooManyLarge(3, 3, ((0, 2),))),
+    "one device more": ((3, 3, 3), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1), (2, 0)))),
+    "units of 0 bytes": ((0, 0), {0: 5}, TooManyLarge(0, 2, ((0, 1),))),
+    "room for all": ((6, 5), {0: 10, 1: 10}, RoomUnusable(5, 11, ((0, 6), (1, 6)))),
+    "exactly room for all": ((6, 6), {0: 10, 1: 10}, RoomUnusable(6, 12, ((0, 6), (1, 6)))),
+    "one more byte is usable": ((7, 6, 6), {0: 9, 1: 9}, RoomUnusable(6, 19, ((0, 6), (1, 7)))),
+    "two together fill it": ((6, 6, 5), {0: 10, 1: 11}, RoomUnusable(5, 17, ((0, 6), (1, 6)))),
+    "two alike fill it": ((5, 5, 5), {0: 10, 1: 9}, RoomUnusable(5, 15, ((0, 5), (1, 5)))),
+    "three alike fill it": (
+        (3, 3, 3, 3, 5),
+        {0: 9, 1: 7},
+        RoomUnusable(3, 17, ((0, 8), (1, 6))),
+    ),
+    "the smallest left out": ((6, 6, 4), {0: 10, 1: 10}, RoomUnusable(5, 16, ((0, 6), (1, 6)))),
+    "fewer bytes than counted": ((6, 6, 5), {0: 10, 1: 10}, RoomUnusable(5, 16, ((0, 6), (1, 6)))),
+    "room of a device left out": ((6, 6, 5), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 6),))),
+    "room of one device more": (
+        (6, 6, 5),
+        {0: 10, 1: 10},
+        RoomUnusable(5, 17, ((0, 6), (1, 6), (2, 0))),
+    ),
+    "one way to divide": ((9, 3, 4, 6), {0: 10, 1: 6, 2: 7}, SearchComplete(4, 3)),
+    "one way, all full": ((5, 4, 3, 2, 2), {0: 8, 1: 8}, SearchComplete(5, 2)),
+    "one way with equal units": ((4, 4, 3, 3, 2), {0: 8, 1: 8}, SearchComplete(5, 2)),
+    "the small device holds one": ((7, 1), {0: 7, 1: 1}, SearchComplete(2, 2)),
+    "a unit less": ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(3, 3)),
+    "a device more": ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_claim_that_fails_by_the_least_is_refused(name):
+    sizes, budgets, claim = NEAR_MISSES[name]
+    assert not verify(claim, units_of(*sizes), budgets)
+
+
+# The same units and budgets, or nearly, and what does prove it.
+HITS = [
+    ((6, 5), {0: 5, 1: 5}, TotalTooLarge(11, 10)),
+    ((5, 6), {0: 5, 1: -1, 2: 5}, TotalTooLarge(11, 10)),
+    ((0,), {}, TotalTooLarge(0, 0)),
+    ((6, 1), {0: 5, 1: 4}, UnitTooLarge(("unit.0",), 6, 5)),
+    ((6, 1), {0: 5, 1: -1}, UnitTooLarge(("unit.0",), 6, 5)),
+    ((3, 3, 4), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+    ((3, 3, 4, 4), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+    ((3, 3), {0: 5, 1: 0}, TooManyLarge(3, 2, ((0, 1),))),
+    ((1, 1), {0: 1}, TooManyLarge(1, 2, ((0, 1),))),
+    ((6, 6, 5), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 6), (1, 6)))),
+    ((6, 6, 5, 1), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 8), (1, 6)))),
+    ((5, 5, 5), {0: 9, 1: 9, 2: 0}, RoomUnusable(5, 15, ((0, 5), (1, 5)))),
+    ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(4, 3)),
+    ((9, 3, 0, 4, 6), {0: 10, 1: 6, 2: 6, 3: 0}, SearchComplete(5, 3)),
+    ((4, 4, 4, 4), {0: 7, 1: 7, 2: 7}, SearchComplete(4, 3)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "budgets", "claim"), HITS)
+def test_claim_that_just_holds_is_confirmed(sizes, budgets, claim):
+    assert best_rank(units_of(*sizes), budgets) is None
+    assert verify(claim, units_of(*sizes), budgets)
+
+
+def test_units_that_are_tied_count_together():
+    units = [Unit("a", 3, "t"), Unit("b", 3), Unit("c", 3, "t"), Unit("d", 3, 7), Unit("e", 3, 7)]
+    assert verify(UnitTooLarge(("a", "c"), 6, 5), units, {0: 5, 1: 5})
+    assert not verify(UnitTooLarge(("a", "b"), 6, 5), units, {0: 5, 1: 5})
+    budgets = dict.fromkeys(range(4), 6)
+    assert verify(TooManyLarge(6, 2, ((0, 1),)), units, {0: 6})
+    assert not verify(TooManyLarge(6, 3, tuple((d, 1) for d in budgets)), units, budgets)
+    assert verify(SearchComplete(3, 3), units, {0: 5, 1: 6, 2: 4})
+    assert not verify(SearchComplete(3, 3), units, {0: 6, 1: 6, 2: 3})
+    assert not verify(SearchComplete(5, 3), units, {0: 5, 1: 6, 2: 4})
+
+
+def test_no_more_steps_than_allowed():
+    # 0; 0 and 5; 0, 5 and 6: three sizes, six steps.
+    units = units_of(6, 6, 5)
+    claim = RoomUnusable(5, 17, ((0, 6), (1, 6)))
+    assert verify(claim, units, {0: 10, 1: 10}, steps=6)
+    with pytest.raises(CannotVerify, match=r"5 steps .* one device"):
+        verify(claim, units, {0: 10, 1: 10}, steps=5)
+    with pytest.raises(CannotVerify, match=r"5 steps .* the devices"):
+        verify(SearchComplete(4, 3), units_of(9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, steps=5)
+
+
+def test_many_equal_units_take_few_steps_to_verify():
+    units = units_of(*[2 * GIB] * 50_000)
+    budgets = dict.fromkeys(range(8), 5 * GIB)
+    claim = RoomUnusable(2 * GIB, 100_000 * GIB, tuple((d, 4 * GIB) for d in budgets))
+    assert verify(claim, units, budgets, steps=20)
+
+
 def test_nothing_proves_impossible_what_is_possible():
     rng = random.Random(7)
     possible = 0
