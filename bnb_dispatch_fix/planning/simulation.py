@@ -13,7 +13,7 @@ import types
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
 from bnb_dispatch_fix.model.device_map import refused_map
 from bnb_dispatch_fix.placement.records import Device
@@ -145,6 +145,11 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
     with ExitStack() as stack:
         accelerates_torch = _Torch(torch, blank_tensors=free is not None)
         stack.enter_context(replaced(accelerate.utils.modeling, "torch", accelerates_torch))
+        if hasattr(accelerate.utils.modeling, "get_torch_accelerator_backend"):
+            # 1.16.0 and newer read devices and their memory from what this function gives.
+            stack.enter_context(
+                replaced(accelerate.utils.modeling, "get_torch_accelerator_backend", _cuda_backend)
+            )
         if transformers.__version__.startswith("4."):
             # 4.x refuses bitsandbytes where torch sees no CUDA; 5.x asks bitsandbytes itself.
             stack.enter_context(replaced(torch.cuda, "is_available", lambda: True))
@@ -177,6 +182,13 @@ def _stop_before_loading(cls: type, *args: Any, **kwargs: Any) -> None:
         load_config = next(arg for arg in (*args, *kwargs.values()) if hasattr(arg, "device_map"))
         raise Planned(load_config.device_map)
     raise Planned(kwargs["device_map"])
+
+
+def _cuda_backend(check_available: bool = True) -> Tuple[str, Any]:
+    """The kind of accelerator and the torch module that tells about it, with or without any."""
+    import torch
+
+    return "cuda", torch.cuda
 
 
 class _Torch(types.ModuleType):
