@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, NamedTuple, Optional, Union
+from typing import Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
-from bnb_dispatch_fix.model.budgets import Budgets
+from bnb_dispatch_fix.model.budgets import Budgets, overfull
 from bnb_dispatch_fix.model.machine import accelerators_seen
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.units import Units
@@ -31,6 +31,8 @@ class Outcome(NamedTuple):
 def search(request: Request) -> Outcome:
     """Search a placement on the accelerators within the caller's own budgets.
 
+    Sizes are those the release counts, for nothing that it would accept may be refused; a
+    placement with room for what is stored beside them is preferred (see `_roomy`).
     Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
     """
     budgets = request.budgets()
@@ -39,10 +41,46 @@ def search(request: Request) -> Outcome:
     fill_last = device_order(usable)[0] if low_zero else None
     for left_out in [(), request.no_placement] if request.no_placement else [()]:
         units = request.units(left_out)
-        result = pack(units.units, usable, fill_last=fill_last)
+        result = _roomy(units, budgets, fill_last) or pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):
             return Outcome(result, units, budgets, units.device_map(result.devices))
     return Outcome(result, units, budgets, None)
+
+
+def _roomy(units: Units, budgets: Budgets, fill_last: Optional[Device]) -> Optional[Placement]:
+    """A placement that has room for bitsandbytes' scales too; None where none was found.
+
+    Within the usable budgets, or at least within the caller's: what the quantizer leaves of these
+    is meant for its scales.
+    """
+    stored = units.stored()
+    usable = budgets.accelerators
+    if stored is units:
+        return None
+    given = {device: budgets.given[device] for device in usable}
+    for room in (usable, given) if given != usable else (usable,):
+        if stored.total > sum(room.values()):
+            continue
+        found = pack(stored.units, room, fill_last=fill_last)
+        if isinstance(found, Placement) and not overfull(
+            units.loads(units.device_map(found.devices)), budgets
+        ):
+            return found
+    return None
+
+
+def overfilled(request: Request, device_map: Mapping[str, Device]) -> Dict[Device, Tuple[int, int]]:
+    """Return (stored bytes, the caller's budget) of each accelerator that a map overfills.
+
+    True sizes, with bitsandbytes' scales, against what the caller gave or what is free.
+    """
+    given = request.budgets().given
+    loads = request.units().stored().loads(device_map)
+    return {
+        device: (load, given[device])
+        for device, load in loads.items()
+        if device not in HOST and load > given.get(device, load)
+    }
 
 
 def offloads(device_map: Mapping[str, Device]) -> bool:

@@ -1,9 +1,9 @@
 """How many bytes an element of each tensor will take once the model is loaded and quantized.
 
 A 4-bit weight counts half a byte per element and an 8-bit weight one byte, as in transformers 5
-(`HfQuantizer.param_element_size`). What bitsandbytes keeps beside the weights (absmax: 1/16 byte
-per 4-bit element without double quantization; SCB: 4 bytes per row of an 8-bit weight) is not
-counted: the tenth that transformers takes off every budget since 4.33 is for it.
+(`HfQuantizer.param_element_size`). What bitsandbytes keeps beside the weights is counted apart,
+as scales: no release counts it, the tenth that transformers takes off every budget since 4.33 is
+for it. Without double quantization it can be more than that tenth.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from typing import Any, Callable, Collection, Dict, Mapping, NamedTuple, Optiona
 
 
 class Storage(NamedTuple):
-    """How a tensor is stored: bytes per element, the name to show, whether it is quantized."""
+    """How a tensor is stored: bytes per element, the name to show, whether it is quantized.
+
+    `scales` are the bytes per element that are kept beside it.
+    """
 
     bytes: float
     label: str
     quantized: bool
+    scales: float = 0.0
 
 
 # Of a full name, the tensor and the module that owns it.
@@ -30,6 +34,9 @@ _FOUR_BIT = Storage(0.5, "4-bit", True)
 _LAYERS = {"Linear4bit": _FOUR_BIT, "Linear8bitLt": _EIGHT_BIT}
 # By class of bitsandbytes' weights: what is set where they will not be quantized (again).
 _FINAL = {"Params4bit": "quant_state", "Int8Params": "has_fp16_weights"}
+#: Elements of a 4-bit weight per scale (absmax), where the weight does not say; absmax per scale
+#: of its own, with double quantization.
+_BLOCK, _NESTED_BLOCK = 64, 256
 _FP32 = Storage(4, "float32", False)
 # The values of accelerate's CustomDtype, which names what torch has no dtype for.
 _CUSTOM = {"fp8": _EIGHT_BIT, "int4": _FOUR_BIT, "int2": Storage(0.25, "2-bit", True)}
@@ -98,7 +105,7 @@ def _quantizer_sizer(model: Any, quantizer: Any, kept: Optional[Pattern[str]]) -
                 return _final_storage(tensor)
             if tensor_class not in held:
                 held[tensor_class] = _quantized(element_size(model, name, tensor))
-            return held[tensor_class]
+            return _with_scales(held[tensor_class], tensor)
         storage = _as_it_is(tensor, owner)
         element = element_size(model, name, tensor)
         if element != storage.bytes:
@@ -116,7 +123,7 @@ def _bitsandbytes_sizer(
     def size(name: str, tensor: Any, owner: Any) -> Storage:
         quantized = _layer(owner)
         if quantized is not None and not name.endswith("bias"):
-            return _final_storage(tensor) if _is_final(tensor) else quantized
+            return _final_storage(tensor) if _is_final(tensor) else _with_scales(quantized, tensor)
         if special.get(name) is not None:
             return dtype_storage(special[name])
         if kept and _matches(kept, name, tensor):
@@ -202,8 +209,29 @@ def _is_final(tensor: Any) -> bool:
 def _final_storage(tensor: Any) -> Storage:
     storage = own_storage(tensor.dtype)
     if type(tensor).__name__ == "Params4bit":  # two elements are one already
-        return storage._replace(label=_FOUR_BIT.label, quantized=True)
+        scales = 2 * _scales(tensor)
+        return storage._replace(label=_FOUR_BIT.label, quantized=True, scales=scales)
     return storage
+
+
+def _with_scales(storage: Storage, tensor: Any) -> Storage:
+    return storage._replace(scales=_scales(tensor))
+
+
+def _scales(tensor: Any) -> float:
+    """Bytes per element that bitsandbytes keeps beside a weight.
+
+    Of a 4-bit weight a float32 per block, with double quantization a byte per block and a float32
+    per 256 of these; of an 8-bit weight a float32 per row (SCB). The weight itself knows which.
+    """
+    kind = type(tensor).__name__
+    if kind == "Params4bit":
+        block = getattr(tensor, "blocksize", None) or _BLOCK
+        nested = getattr(tensor, "compress_statistics", True)
+        return (1 + 4 / _NESTED_BLOCK if nested else 4) / block
+    if kind == "Int8Params" and tensor.dim() and tensor.shape[-1]:
+        return float(4 / tensor.shape[-1])
+    return 0.0
 
 
 def _matches(kept: Pattern[str], name: str, tensor: Any) -> bool:

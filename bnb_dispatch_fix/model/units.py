@@ -32,7 +32,8 @@ class UnitFacts:
 
     `names` are the names of the module or tensor, more than one where it is registered twice.
     `keys` are the device map keys that cover it: its names, or, where a tensor of it is excluded,
-    the names of its parts. `sizes` maps a dtype ("float16", "4-bit") to the bytes stored so.
+    the names of its parts. `sizes` maps a dtype ("float16", "4-bit") to the bytes stored so;
+    `scales` are the bytes beside them that bitsandbytes reads them with; no planner counts these.
     """
 
     names: Tuple[str, ...]
@@ -40,6 +41,7 @@ class UnitFacts:
     module_class: str
     sizes: Dict[str, int]
     quantized: int
+    scales: int = 0
 
     @property
     def unquantized(self) -> int:
@@ -59,6 +61,20 @@ class Units:
     def total(self) -> int:
         """Bytes of all units; tied tensors count once, excluded ones do not."""
         return sum(unit.size for unit in self.units)
+
+    @property
+    def scales(self) -> int:
+        """Bytes beside the weights that bitsandbytes needs to read them."""
+        return sum(facts.scales for facts in self.facts.values())
+
+    def stored(self) -> Units:
+        """The same units with what is stored beside their weights in their sizes."""
+        if not self.scales:
+            return self
+        units = [
+            unit._replace(size=unit.size + self.facts[unit.name].scales) for unit in self.units
+        ]
+        return Units(units, self.facts, self.excluded)
 
     def loads(self, device_map: Mapping[str, Device]) -> Dict[Device, int]:
         """Return the bytes a device map puts on each device; what it does not cover is left out."""
@@ -119,13 +135,15 @@ class _Draft:
 
     def facts(self) -> UnitFacts:
         sizes: Dict[str, int] = {}
-        quantized = 0
+        quantized, scales = 0, 0.0
         for storage, count in self.elements.items():
             size = math.ceil(count * storage.bytes)
             sizes[storage.label] = sizes.get(storage.label, 0) + size
             quantized += size if storage.quantized else 0
+            scales += count * storage.scales
         keys = [key for name in self.names for key in self._keys(name)]
-        return UnitFacts(tuple(self.names), tuple(keys), type(self.item).__name__, sizes, quantized)
+        kind = type(self.item).__name__
+        return UnitFacts(tuple(self.names), tuple(keys), kind, sizes, quantized, math.ceil(scales))
 
     def _keys(self, name: str) -> Iterator[str]:
         """The unit under one of its names, or all parts of it that hold nothing excluded."""

@@ -16,8 +16,8 @@ def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
     """Run a copy of `function` on one meta leaf that is entirely on the disk; nothing is read.
 
     Fault 4083 is confirmed by a ValueError that names the disk, or by an IndexError (accelerate
-    0.20 takes the first device that is none of the host's), and ruled out by an answer with
-    hooks. Needs torch; without it all is undecided. Never raises.
+    0.20 takes the first device that is none of the host's), and ruled out by an answer with hooks.
+    Needs torch; without it all is undecided. Never raises.
     """
     pr = (_WHOLE_DISK_REFUSED,)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix import features
 from bnb_dispatch_fix.model import requests
@@ -14,6 +14,7 @@ from bnb_dispatch_fix.model.load import (
     leave_if_measuring,
     read_request,
     remember,
+    uncorrected,
 )
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
@@ -59,11 +60,21 @@ def _around(
     if request is None:
         return installed(*args, **kwargs)
     device_map = _answer(request, installed, args, kwargs)
-    if all_on_host(device_map) and "explain" in features.on():
+    if "explain" in features.on():
+        _look_at(request, device_map, decided=read is not read_request)
+    return device_map
+
+
+def _look_at(request: Request, device_map: Any, decided: bool) -> None:
+    """Warn of an odd plan that is accepted; `decided`: the release will not refuse it later."""
+    if all_on_host(device_map):
         from bnb_dispatch_fix.explain import whole_model  # needed for an odd plan only
 
-        whole_model.warn(request, device_map, decided=read is not read_request)
-    return device_map
+        whole_model.warn(request, device_map, decided=decided)
+    elif request.refuses_offload and isinstance(device_map, Mapping):
+        from bnb_dispatch_fix.explain import overfilled  # for what bitsandbytes quantizes only
+
+        overfilled.warn(request, device_map, decided=decided)
 
 
 def _answer(
@@ -76,9 +87,9 @@ def _answer(
     try:
         device_map = installed(*args, **kwargs)
     except PLANNER_ERRORS as error:
-        found = _instead(request, error, None)
+        found, _ = _instead(request, error, None)
         if found is None:
-            found = _without_backport(installed, args, kwargs)
+            found = _accepted_without_backport(request, installed, args, kwargs)
         if found is None:
             raise
         return found
@@ -91,12 +102,17 @@ def _answer(
         why = "more on a device than its budget, as not every module counted in its own dtype"
     else:
         return device_map
-    found = _instead(request, None, why, device_map)
+    found, outcome = _instead(request, None, why, device_map)
+    if found is None and "backport" in features.on():
+        return _without_backport(request, outcome, installed, args, kwargs)
     return device_map if found is None else found
 
 
-def _without_backport(
-    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+def _accepted_without_backport(
+    request: Request,
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
 ) -> Any:
     """The answer to budgets that nobody corrected; None where it is refused too.
 
@@ -106,11 +122,34 @@ def _without_backport(
     """
     if "backport" not in features.on():
         return None
-    with features.without("backport"):
-        try:
-            return installed(*args, **kwargs)
-        except Exception:  # refused in any case: what was raised first is what the caller sees
-            return None
+    try:
+        with features.without("backport"):
+            return uncorrected(request, installed, args, kwargs)
+    except Exception:  # refused in any case: what was raised first is what the caller sees
+        return None
+
+
+def _without_backport(
+    request: Request,
+    outcome: Optional[Outcome],
+    installed: Callable[..., Any],
+    args: Tuple[Any, ...],
+    kwargs: Dict[str, Any],
+) -> Any:
+    """The answer to budgets that nobody corrected, or its error, explained.
+
+    With corrected budgets and sizes that count too little, transformers 4.x can accept what it
+    would have refused: more on a device than its budget. Where no placement exists, what comes
+    out is what came out without the shim.
+    """
+    try:
+        with features.without("backport"):
+            device_map = uncorrected(request, installed, args, kwargs)
+    except PLANNER_ERRORS as error:
+        _explain(error, request, outcome)
+        raise
+    remember(request, outcome, device_map)
+    return device_map
 
 
 def _read(
@@ -145,10 +184,10 @@ def _instead(
     error: Optional[Exception],
     why: Optional[str],
     refused: Any = None,
-) -> Optional[Dict[str, Device]]:
-    """An exact placement; None where there is none, and then an error is explained.
+) -> Tuple[Optional[Dict[str, Device]], Optional[Outcome]]:
+    """An exact placement, None where there is none, and what the search found.
 
-    No exception leaves it.
+    An error without a placement is explained. No exception leaves it.
     """
     try:
         outcome = search(request)
@@ -156,17 +195,22 @@ def _instead(
             if error is not None:
                 _validate(request, outcome.device_map)
             _announce(request, why or _short(error), outcome)
-            return outcome.device_map
+            return outcome.device_map, outcome
     except Exception as fault:
         level = logging.DEBUG if error is not None else logging.WARNING
         log(level, "no exact placement", fault)
-        return None
+        return None, None
     remember(request, outcome, refused)
-    if error is not None and "explain" in features.on():
-        from bnb_dispatch_fix.explain import refusal as diagnosis  # needed for an error only
+    if error is not None:
+        _explain(error, request, outcome)
+    return None, outcome
 
-        diagnosis.explain(error, request, outcome)
-    return None
+
+def _explain(error: Exception, request: Request, outcome: Optional[Outcome]) -> None:
+    if "explain" in features.on():
+        from bnb_dispatch_fix.explain import refusal  # needed for an error only
+
+        refusal.explain(error, request, outcome)
 
 
 def _validate(request: Request, device_map: Dict[str, Device]) -> None:
@@ -178,16 +222,27 @@ def _validate(request: Request, device_map: Dict[str, Device]) -> None:
 
 def _announce(request: Request, why: str, outcome: Outcome) -> None:
     """One line: why, where the model went, how to switch it off."""
-    usable = outcome.budgets.accelerators
-    loads = outcome.units.loads(outcome.device_map or {})
     asked = f"device_map={request.strategy!r}" if request.strategy else "accelerate's planner"
     log(
         logging.WARNING,
         "rescued",
         asked,
         why,
-        ", ".join(f"{d}: {gib(load)} of {gib(usable[d])} GiB" for d, load in loads.items()),
+        ", ".join(_loads(outcome)),
     )
+
+
+def _loads(outcome: Outcome) -> Iterator[str]:
+    """Device by device what lies there; with scales, of the budget whose tenth is for these."""
+    device_map = outcome.device_map or {}
+    stored = outcome.units.stored().loads(device_map)
+    for device, load in outcome.units.loads(device_map).items():
+        scales = stored[device] - load
+        if gib(scales) == gib(0):
+            yield f"{device}: {gib(load)} of {gib(outcome.budgets.usable[device])} GiB"
+        else:
+            given = gib(outcome.budgets.given[device])
+            yield f"{device}: {gib(load)} + {gib(scales)} scales of {given} GiB"
 
 
 def _short(error: Optional[Exception]) -> str:

@@ -1,0 +1,32 @@
+"""Warns of an accepted plan that puts more on an accelerator than its budget, by true sizes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Mapping
+
+from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.search import offloads, overfilled
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.wording import amount, device_name, log
+
+
+def warn(request: Request, device_map: Mapping[str, Device], decided: bool = True) -> None:
+    """Log one line where it is so, device by device; no exception leaves it.
+
+    The release counts less than is stored: transformers 4.x what is not quantized, every release
+    bitsandbytes' scales. A map with parts on the CPU is not yet accepted where that is not
+    `decided`: `from_pretrained` asks again when it has loaded.
+    """
+    try:
+        if not decided and offloads(device_map):
+            return
+        found = overfilled(request, device_map)
+        if found:
+            devices = ", ".join(
+                f"{device_name(device)}: {amount(load)} of {amount(budget)}"
+                for device, (load, budget) in found.items()
+            )
+            log(logging.WARNING, "overfilled", f"device_map={request.strategy!r}", devices)
+    except Exception as fault:
+        log(logging.DEBUG, "loads unchecked", fault)
