@@ -9,8 +9,9 @@ import sys
 from typing import Any, Callable, FrozenSet, Iterator, List, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.explain import reading
+from bnb_dispatch_fix.explain.recipes import on_accelerators
 from bnb_dispatch_fix.model.layout import device_of
-from bnb_dispatch_fix.model.load import Load
+from bnb_dispatch_fix.model.load import Load, measured
 from bnb_dispatch_fix.model.machine import accelerators_seen
 from bnb_dispatch_fix.wording import MIB, STRATEGIES, bytes_in, collapsed, split_size
 
@@ -21,10 +22,12 @@ _UNCOVERED = (
     "does not give any device for the following parameters",  # accelerate
     "doesn't have any device set",  # transformers 4.x
 )
+#: What a key of max_memory that is no device leads to: accelerate 0.22 and newer; 0.20 and 0.21.
+_UNREAD_KEYS = ("not recognized", "Invalid device string", "max() arg is an empty sequence")
 #: What torch says of devices that it does not have.
 _NO_DEVICE = (
     *("invalid device ordinal", "not compiled with CUDA", "Cannot access accelerator"),
-    *("No GPU found", "is not recognized", "not available", "No CUDA GPUs"),
+    *("No GPU found", "No CUDA GPUs"),
 )
 #: The switch as texts of transformers 4.x call it, and as it is called.
 _OLD_SWITCH = "load_in_8bit_fp32_cpu_offload"
@@ -41,7 +44,7 @@ def lines(error: BaseException, load: Load) -> List[str]:
     if swapped(load):  # whatever the error is: there is no load with such a map
         return swapped(load)
     checks: Tuple[Check, ...] = (
-        *(_max_memory, _whole_numbers, _strategy, _map_values, _not_there),
+        *(_max_memory, _whole_numbers, _no_device, _strategy, _map_values, _not_there),
         *(_uncovered, _switches, _config_keys),
     )
     return [line for check in checks for line in check(error, load)]
@@ -73,6 +76,19 @@ def _is_size(value: Any) -> bool:
     if isinstance(value, str):
         return bool((split_size(value) or ("", ""))[1])
     return isinstance(value, (int, float)) and value >= MIB
+
+
+def _no_device(error: BaseException, load: Load) -> Iterator[str]:
+    """Budgets for nothing but the disk: accelerate 0.20 and 0.21 compute with a None then."""
+    asked = load.max_memory
+    if not isinstance(asked, Mapping) or not set(asked) <= {"disk"} or not load.strategy:
+        return
+    if isinstance(error, (TypeError, ValueError, KeyError)):
+        yield "max_memory names no GPU and no CPU: leave it out, or add 0: ..., the GPU's number"
+        request = measured(load)
+        if request is not None:
+            for recipe in on_accelerators(request._replace(max_memory=asked)):
+                yield f"{recipe.what} it loads (planned): {recipe.arguments}"
 
 
 def _whole_numbers(error: BaseException, load: Load) -> Iterator[str]:
@@ -113,7 +129,7 @@ def _max_memory(error: BaseException, load: Load) -> Iterator[str]:
 
 
 def _wrong_keys(text: str, asked: Mapping[Any, Any]) -> Iterator[str]:
-    if "not recognized" not in text:
+    if not any(part in text for part in _UNREAD_KEYS):
         return
     for device in asked:
         if isinstance(device, str) and device not in ("cpu", "disk", "mps"):

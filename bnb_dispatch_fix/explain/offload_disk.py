@@ -9,6 +9,7 @@ from typing import Iterator, List, Mapping
 
 from packaging.version import Version
 
+from bnb_dispatch_fix import features
 from bnb_dispatch_fix.explain import reading
 from bnb_dispatch_fix.model.load import Load
 from bnb_dispatch_fix.wording import log
@@ -21,15 +22,19 @@ _TEXTS = (
     "We need an `offload_dir`",
 )
 
+#: accelerate #4083.
+_DISPATCHED_SINCE = Version("1.15.0")
+_BACKPORT = "switch the backport of accelerate #4083 on or use accelerate 1.15.0"
+
 
 def lines(error: BaseException, load: Load) -> List[str]:
     """The explanation, line by line; empty where the error is about something else."""
     text = str(error)
-    if not any(part in text for part in _TEXTS) and not _root_as_device(text, load):
+    if not any(part in text for part in _TEXTS) and not _root_as_device(error, load):
         return []
     found = list(_budgets(load))
     found += [f"- {cause}" for cause in _causes(load)]
-    found.append(_remedy(text, load))
+    found.append(_remedy(error, load))
     return found
 
 
@@ -45,10 +50,15 @@ def warn(load: Load) -> None:
     log(logging.WARNING, "whole model on the disk", fate, why)
 
 
-def _root_as_device(text: str, load: Load) -> bool:
-    """Whether transformers 4.50-4.57 took the "disk" under the key "" for a device of torch."""
+def _root_as_device(error: BaseException, load: Load) -> bool:
+    """Whether a release stumbled over the "disk" under the key "".
+
+    transformers 4.50-4.57 take it for a device of torch, earlier ones miss a key for each tensor.
+    """
+    text = str(error)
     wanted = load.planned if load.strategy else load.device_map
     taken = "device disk is invalid" in text or "Expected one of cpu" in text
+    taken = taken or (isinstance(error, KeyError) and "." in text)
     return taken and isinstance(wanted, Mapping) and wanted.get("") == "disk"
 
 
@@ -66,18 +76,23 @@ def _causes(load: Load) -> Iterator[str]:
     yield from reading.no_accelerator()
 
 
-def _remedy(text: str, load: Load) -> str:
+def _remedy(error: BaseException, load: Load) -> str:
+    text = str(error)
     if "offload_folder" in text or "offload_dir" in text:
         return 'to keep parts on the disk, add offload_folder="offload"'
-    if _root_as_device(text, load):
-        return (
+    if _root_as_device(error, load):
+        found = (
             f"this release reads only a map with several keys from the disk: device_map="
             f'{_children_on_disk(load)}, offload_folder="offload" (slow), or larger budgets'
         )
-    return (
-        "larger budgets keep it off the disk; to run it from there, slowly, switch the backport "
-        "of accelerate #4083 on or use accelerate 1.15.0"
-    )
+        return found if _dispatches_disk() else f"{found}; the former needs {_BACKPORT}"
+    return f"larger budgets keep it off the disk; to run it from there, slowly, {_BACKPORT}"
+
+
+def _dispatches_disk() -> bool:
+    """Whether a map that is all "disk" is dispatched: by accelerate, or by our backport."""
+    version = getattr(sys.modules.get("accelerate"), "__version__", "0")
+    return "backport" in features.on() or Version(version) >= _DISPATCHED_SINCE
 
 
 def _children_on_disk(load: Load) -> str:

@@ -130,12 +130,18 @@ def _own(config: Any) -> Dict[str, Any]:
     """The caller's configuration with the switch on, by the names of its arguments."""
     own = {
         key: value
-        for key, value in config.to_diff_dict().items()
+        for key, value in _changed(config).items()
         if key.startswith(("load_in_", "bnb_4bit_", "llm_int8_"))
         and isinstance(value, (bool, int, float, str, list))
     }
     own["llm_int8_enable_fp32_cpu_offload"] = True
     return own
+
+
+def _changed(config: Any) -> Dict[str, Any]:
+    """What differs from the defaults; transformers before 4.31 cannot tell, and all is taken."""
+    found = config.to_diff_dict() if hasattr(config, "to_diff_dict") else config.to_dict()
+    return {key: value for key, value in found.items() if value is not False}
 
 
 def with_offload(config: Any) -> Any:

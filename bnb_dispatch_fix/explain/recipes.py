@@ -68,13 +68,10 @@ def _distinct(found: List[Recipe]) -> List[Recipe]:
     ]
 
 
-def on_accelerators(request: Request) -> Optional[Recipe]:
-    """The first change of budgets with which the model goes to accelerators; None without one."""
-    for look in (_without_max_memory, _all_accelerators):
-        recipe = look(request, None)
-        if recipe is not None:
-            return recipe
-    return None
+def on_accelerators(request: Request) -> List[Recipe]:
+    """The changes of budgets with which the model goes to accelerators."""
+    looks = (_without_max_memory, _all_accelerators)
+    return [recipe for look in looks for recipe in [look(request, None)] if recipe is not None]
 
 
 def _as_rescue_would(request: Request, outcome: Outcome) -> Iterator[Recipe]:
@@ -94,10 +91,12 @@ def _without_max_memory(request: Request, _: Optional[Outcome]) -> Optional[Reci
 
 def _all_accelerators(request: Request, _: Optional[Outcome]) -> Optional[Recipe]:
     """A budget for every accelerator there is: what is free on it, rounded down."""
+    if request.max_memory is None:
+        return None
     free = request.get_max_memory(None)
-    named = {device for device, size in (request.max_memory or {}).items() if size}
+    named = {device for device, size in request.max_memory.items() if size}
     cards = {device: size for device, size in free.items() if device not in HOST and size >= MIB}
-    if not cards or (request.max_memory is not None and named >= set(cards)):
+    if not cards or named >= set(cards):
         return None
     max_memory: Dict[Device, Any] = {d: typeable(size, up=False) for d, size in cards.items()}
     if trial.loads(request, max_memory) is None:
@@ -110,9 +109,8 @@ def _room_on_the_cpu(request: Request, outcome: Outcome) -> Optional[Recipe]:
     """Without any accelerator: a budget of the CPU that holds the model."""
     if outcome.budgets.accelerators or accelerators_seen():
         return None
-    max_memory: Dict[Device, Any] = {
-        "cpu": typeable(outcome.units.total / _usable_share(request) * 1.01)
-    }
+    whole = outcome.units.total * 1.01 / _usable_share(request)
+    max_memory: Dict[Device, Any] = {"cpu": typeable(whole)}
     if trial.loads(request, max_memory, on_host=True) is None:
         return None
     return Recipe("all of it on the CPU", f"max_memory={_written(max_memory)}")

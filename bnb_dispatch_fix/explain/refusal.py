@@ -22,6 +22,7 @@ from bnb_dispatch_fix.model.budgets import UNLIMITED
 from bnb_dispatch_fix.model.device_map import refused_map
 from bnb_dispatch_fix.model.layout import Part, collapsed, describe_model, parts_by_device
 from bnb_dispatch_fix.model.load import Load
+from bnb_dispatch_fix.model.machine import memory_of
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, search
 from bnb_dispatch_fix.model.units import Units
@@ -126,14 +127,15 @@ def lines(
 ) -> List[str]:
     """The explanation, line by line, without the title; sizes in GiB."""
     fine = request._replace(no_split=frozenset()).units()
+    held = list(reading.held_by_others(request))
     model = describe_model(fine)
     placed = {} if device_map is None else parts_by_device(outcome.units, fine, device_map)
     return [
-        *reading.held_by_others(request),
+        *held,
         *_not_quantized(request, fine, model),
         _verdict(outcome),
         *_odd_budgets(request, outcome),
-        *_table(request, outcome, placed),
+        *_table(request, outcome, placed, bool(held)),
         *_left_over(placed, model["total"]),
         *_largest(fine, model),
         *_switch(request),
@@ -152,7 +154,7 @@ def _not_quantized(request: Request, fine: Units, model: Mapping[str, Any]) -> L
     experts = sum(kind.unquantized for kind in kinds if "expert" in kind.name)
     return [
         f"{cell(plain)} of {amount(total)} are not quantized: {text}",
-        *([f"{amount(experts)} of it are experts: {_EXPERTS}"] if experts > 0.05 * plain else []),
+        *([f"{cell(experts)} of it are experts: {_EXPERTS}"] if experts > 0.05 * plain else []),
     ]
 
 
@@ -169,7 +171,24 @@ def _odd_budgets(request: Request, outcome: Outcome) -> List[str]:
     """Why hardly anything may go to accelerators, where that is so."""
     if max(outcome.budgets.accelerators.values(), default=0) >= _HARDLY_ANYTHING:
         return []
-    return [f"- {cause}" for cause in (*reading.oddities(request), *reading.no_accelerator())]
+    causes = [
+        *reading.oddities(request),
+        *_room_kept(outcome),
+        *reading.no_accelerator(),
+    ]
+    return [f"- {cause}" for cause in causes]
+
+
+def _room_kept(outcome: Outcome) -> List[str]:
+    """Why a budget of the CPU that is smaller than the model may stay unused."""
+    usable, units = outcome.budgets.host.get("cpu"), outcome.units
+    largest = max((unit.size for unit in units.units), default=0)
+    if outcome.budgets.accelerators or not usable or usable >= units.total:
+        return []
+    return [
+        f"the CPU's {amount(usable)} do not hold the model; of them {amount(largest)}, the size of "
+        "the largest module, stay free to run what is on the disk"
+    ]
 
 
 def _switch(request: Request) -> List[str]:
@@ -187,11 +206,17 @@ def _switch(request: Request) -> List[str]:
     ]
 
 
-def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part]]) -> List[str]:
-    """Device by device: what was given, what of it is usable, what lies there, what is left."""
+def _table(
+    request: Request, outcome: Outcome, placed: Mapping[Device, List[Part]], held: bool
+) -> List[str]:
+    """Device by device: what was given, what of it is usable, what lies there, what is left.
+
+    Where something else holds a card, what there is in all stands before that.
+    """
     budgets = outcome.budgets
     head = "free" if request.max_memory is None else "given"
-    rows = [("", head, "usable", "placed", "left")]
+    totals = {d: memory_of(d) for d in budgets.given} if held else {}
+    rows = [("", *(["total"] if totals else []), head, "usable", "placed", "left")]
     for device in dict.fromkeys([*budgets.given, *placed]):
         usable = budgets.usable.get(device)
         load = sum(part.size for part in placed.get(device, ()))
@@ -199,6 +224,7 @@ def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part
         rows.append(
             (
                 device_name(device),
+                *([cell(totals.get(device))] if totals else []),
                 _size(budgets.given.get(device)),
                 _size(usable),
                 cell(load) if placed else "-",
@@ -206,7 +232,8 @@ def _table(request: Request, outcome: Outcome, placed: Mapping[Device, List[Part
             )
         )
     width = max(len(row[0]) for row in rows)
-    table = ["  " + row[0].ljust(width) + "".join(c.rjust(10) for c in row[1:]) for row in rows]
+    column = max(10, 2 + max(len(text) for row in rows for text in row[1:]))
+    table = ["  " + row[0].ljust(width) + "".join(c.rjust(column) for c in row[1:]) for row in rows]
     if not placed:
         table.append("  (the planner raised before it had a map)")
     return [*table, *_why_usable(request, outcome)]
@@ -292,9 +319,8 @@ def _recipes(request: Request, outcome: Outcome) -> List[str]:
     if not found.recipes:
         return [
             untried
-            or "no change of budgets, bits, dtype or offloading was found that would load it: "
-            + ", ".join(_TRIED)
-            + " were tried"
+            or "no change of budgets, bits or offloading was found that would load it "
+            f"(tried where they apply: {', '.join(_TRIED)})"
         ]
     listed = ["any one of these loads it (each was planned):"]
     for number, recipe in enumerate(found.recipes, 1):

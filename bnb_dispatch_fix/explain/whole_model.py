@@ -51,6 +51,5 @@ def _why(request: Request) -> Iterator[str]:
     yield reading.read_as(request)
     yield from reading.oddities(request)
     yield from reading.no_accelerator()
-    recipe = on_accelerators(request)
-    if recipe is not None:
+    for recipe in on_accelerators(request):
         yield f"{recipe.what} it goes to accelerators (planned): {recipe.arguments}"

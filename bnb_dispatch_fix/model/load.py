@@ -52,7 +52,7 @@ class Load:
 
     @property
     def quantization(self) -> Any:
-        """What the call asks for, or None; the checkpoint may be quantized all the same."""
+        """What the call asks for, or None; the checkpoint may be stored quantized all the same."""
         switches = [name for name in ("load_in_4bit", "load_in_8bit") if self.arguments.get(name)]
         return self.arguments.get("quantization_config") or switches or None
 
@@ -125,9 +125,7 @@ def measured(load: Load) -> Optional[Request]:
         return None
     finally:
         _loads.measuring = False
-        torch.set_default_dtype(
-            default
-        )  # 4.x leaves its own behind when it does not come to an end
+        torch.set_default_dtype(default)  # 4.x leaves its own behind where it is interrupted
     return None
 
 
@@ -162,29 +160,6 @@ def read_request(
         lone_share=lone_share(load.strategy, installed),
         call=(installed, given),
     )
-
-
-def uncorrected(
-    request: Request, installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
-) -> Any:
-    """The installed planner's answer to budgets that no backport has corrected.
-
-    To be called without the backport. Most planners balance themselves; transformers 4.30-4.49
-    have balanced before they call theirs, so that is done again. Raises what is raised.
-    """
-    given = inspect.signature(installed).bind(*args, **kwargs).arguments
-    if "device_map" in given or request.strategy in ("", "sequential"):
-        return installed(*args, **kwargs)
-    caps = installed.__globals__["get_balanced_memory"](
-        given["model"],
-        copied(request.max_memory),
-        given.get("no_split_module_classes"),
-        given.get("dtype"),
-        given.get("special_dtypes"),
-        request.strategy == "balanced_low_0",
-    )
-    adjusted = caps if request.adjust is None else request.adjust(caps)
-    return installed(**{**given, "max_memory": adjusted})
 
 
 def _share_left(

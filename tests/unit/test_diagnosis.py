@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.explain import arguments, notes, offload_disk, recipes
+from bnb_dispatch_fix.explain import arguments, notes, offload_disk, reading, recipes
 from bnb_dispatch_fix.explain import refusal as diagnosis
 from bnb_dispatch_fix.model.load import Load
 from bnb_dispatch_fix.wording import bytes_in
@@ -309,7 +309,7 @@ def test_a_torch_for_the_cpu_beside_a_driver(monkeypatch, platform):
 
     monkeypatch.setitem(sys.modules, "torch", Torch())
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(offload_disk, "nvidia_driver", lambda: "version 560.35")
+    monkeypatch.setattr(reading, "nvidia_driver", lambda: "version 560.35")
     found = "\n".join(offload_disk.lines(REFUSED, Load({"": "disk"}, None)))
     assert "an NVIDIA driver is here (version 560.35), but torch 2.13.0+cpu" in found
     assert ("Windows" in found) == (platform == "win32")
@@ -331,6 +331,6 @@ def test_a_fault_of_our_own_changes_nothing():
     load = Load("auto", None)
     load.request = Broken()
     diagnosis.explain_load(error, load)
-    diagnosis.warn_of_disk(load)
+    diagnosis.warn_of_whole_model(load)
     assert repr(error) == "ValueError('Some modules are dispatched on the CPU or the disk')"
     assert not notes.attached(error)
