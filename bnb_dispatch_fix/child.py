@@ -3,25 +3,46 @@
 Used where GPUs are pretended, where an import may crash or hang, and where two states of this
 package are compared. The answer is marked, because libraries print to stdout, too; it goes
 through files, because a pipe can fill up while nobody reads.
+
+The process starts isolated (-I), so that nothing of the current folder is imported before it has
+this process's `sys.path`, and it ends with this process, however that ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, List, Mapping, NamedTuple, Optional
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
 
 _MARK = "bnb-dispatch-fix answer: "
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from bnb_dispatch_fix.child import carry_out; carry_out(sys.argv[2])"
-)
+#: The folder, or the archive, that holds this very package; it need not be on `sys.path`.
+_HOME = str(Path(__file__).absolute().parent.parent)
+#: Reads its orders from stdin, a command line has too little room for a long `sys.path`.
+_CHILD = """\
+import json, sys
+from importlib import machinery, util
+orders = json.loads(sys.stdin.buffer.readline())
+if orders["user_site"]:
+    import site
+    site.addsitedir(orders["user_site"])
+spec = machinery.PathFinder.find_spec("bnb_dispatch_fix", [orders["home"]])
+package = sys.modules[spec.name] = util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from bnb_dispatch_fix.child import carry_out
+carry_out(orders)
+"""
 #: Seconds between two calls of `on_wait`.
 _TICK = 0.1
+
+
+class CannotAsk(RuntimeError):
+    """No other process can be started here; one line that says why."""
 
 
 class Ending(NamedTuple):
@@ -52,29 +73,81 @@ def ask(
         environment: variables that differ from this process's; None takes one away.
         timeout: seconds after which the process is stopped.
         on_wait: called ten times a second meanwhile.
+
+    Raises:
+        CannotAsk: there is no Python to start, or the system starts none.
     """
+    message = json.dumps({**_orders(), "task": task, "question": question}).encode() + b"\n"
+    whole = {**os.environ, **(environment or {})}
+    variables = {name: value for name, value in whole.items() if value is not None}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps(sys.path), task],
-            env=_changed(environment or {}),
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=errors,
-        )
-        assert process.stdin is not None
+        process = _start(variables, output, errors)
         try:
-            process.stdin.write(json.dumps(question).encode())
-            process.stdin.close()
+            _send(process, message)
             code = _wait(process, timeout, on_wait)
         finally:
             process.kill()
             process.wait()
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]  # open until now: see _watch
         return Ending(_answers(_text(output)), code, _last_line(_text(errors)))
 
 
-def _changed(environment: Mapping[str, Optional[str]]) -> Mapping[str, str]:
-    whole = {**os.environ, **environment}
-    return {name: value for name, value in whole.items() if value is not None}
+def _orders() -> Dict[str, Any]:
+    """What the process must know of this one: where modules are, as this program has it.
+
+    Entries that are neither text nor bytes are left out: importing ignores them, too.
+    """
+    import site
+
+    entries = [os.fsdecode(entry) for entry in sys.path if isinstance(entry, (str, bytes))]
+    user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else None
+    return {"home": _HOME, "path": entries, "user_site": user_site}
+
+
+def _start(variables: Mapping[str, str], output: Any, errors: Any) -> subprocess.Popen[bytes]:
+    if not sys.executable:
+        raise CannotAsk("no Python can be started from here: sys.executable is not set")
+    try:
+        return subprocess.Popen(
+            [sys.executable, *_options(variables), "-c", _CHILD],
+            env=dict(variables),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
+        )
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CannotAsk(f"{sys.executable} cannot be started: {reason}") from error
+
+
+def _options(variables: Mapping[str, str]) -> List[str]:
+    """Isolated, and otherwise as this process is; -I leaves out what variables would have said."""
+    options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}"]
+    if variables.get("PYTHONHOME") and not sys.flags.ignore_environment:
+        options[0] = "-s"  # its standard library is found by that variable alone
+    if sys.flags.no_site:
+        options.append("-S")
+    if sys.dont_write_bytecode:
+        options.append("-B")
+    if sys.pycache_prefix:
+        options += ["-X", f"pycache_prefix={sys.pycache_prefix}"]
+    for warning in filter(None, variables.get("PYTHONWARNINGS", "").split(",")):
+        options += ["-W", warning]
+    return options
+
+
+def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
+    """Write without waiting for a process that hangs before it reads, or has ended."""
+    import threading
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            assert process.stdin is not None
+            process.stdin.write(message)
+            process.stdin.flush()
+
+    threading.Thread(target=write, daemon=True).start()
 
 
 def _wait(
@@ -88,7 +161,7 @@ def _wait(
         try:
             return process.wait(_TICK)
         except subprocess.TimeoutExpired:
-            if timeout is not None and time.monotonic() - started > timeout:
+            if timeout is not None and not time.monotonic() - started <= timeout:
                 return None
             if on_wait is not None:
                 on_wait()
@@ -122,9 +195,31 @@ def answer(data: Any) -> None:
     print(f"\n{_MARK}{json.dumps(data)}", flush=True)
 
 
-def carry_out(task: str) -> None:
+def carry_out(orders: Mapping[str, Any]) -> None:
     """In the child: call what was asked for."""
     import importlib  # in the child only
 
-    module, _, function = task.partition(":")
-    getattr(importlib.import_module(module), function)(json.load(sys.stdin))
+    _watch()
+    sys.path[:] = orders["path"]
+    module, _, function = orders["task"].partition(":")
+    getattr(importlib.import_module(module), function)(orders["question"])
+
+
+def _watch() -> None:
+    """In the child: end as soon as the other end of stdin is closed, which its own end does.
+
+    Whoever reads stdin from now on, a library or another process, gets its end.
+    """
+    import threading
+
+    parent = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            os.read(parent, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
