@@ -162,6 +162,29 @@ def read_request(
     )
 
 
+def uncorrected(
+    request: Request, installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+) -> Any:
+    """The installed planner's answer to budgets that no backport has corrected.
+
+    To be called without the backport. Most planners balance themselves; transformers 4.30-4.49
+    have balanced before they call theirs, so that is done again. Raises what is raised.
+    """
+    given = inspect.signature(installed).bind(*args, **kwargs).arguments
+    if "device_map" in given or request.strategy in ("", "sequential"):
+        return installed(*args, **kwargs)
+    caps = installed.__globals__["get_balanced_memory"](
+        given["model"],
+        copied(request.max_memory),
+        given.get("no_split_module_classes"),
+        given.get("dtype"),
+        given.get("special_dtypes"),
+        request.strategy == "balanced_low_0",
+    )
+    adjusted = caps if request.adjust is None else request.adjust(caps)
+    return installed(**{**given, "max_memory": adjusted})
+
+
 def _share_left(
     asked: Optional[Mapping[Device, Any]],
     seen: Optional[Mapping[Device, Any]],

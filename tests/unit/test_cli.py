@@ -59,7 +59,5 @@ def test_a_reader_that_leaves_early_is_one_line(arguments, unbuffered):
 
     _, errors = process.communicate(timeout=120)
 
-    assert errors == (
-        "bnb-dispatch-fix: the answer cannot be written: nobody reads it any more\n"
-    )
+    assert errors == ("bnb-dispatch-fix: the answer cannot be written: nobody reads it any more\n")
     assert process.returncode == 2
