@@ -60,8 +60,7 @@ def verify(
     if isinstance(certificate, TooManyLarge):
         fits = dict(certificate.fits)
         return (
-            certificate.size > 0
-            and fits.keys() == usable.keys()
+            fits.keys() == usable.keys()
             and all((fits[device] + 1) * certificate.size > usable[device] for device in usable)
             and sum(size >= certificate.size for size in sizes) >= certificate.count
             and certificate.count > sum(fits.values())

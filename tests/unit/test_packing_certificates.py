@@ -222,8 +222,21 @@ def test_no_more_steps_than_allowed():
     assert verify(claim, units, {0: 10, 1: 10}, steps=6)
     with pytest.raises(CannotVerify, match=r"5 steps .* one device"):
         verify(claim, units, {0: 10, 1: 10}, steps=5)
-    with pytest.raises(CannotVerify, match=r"5 steps .* the devices"):
-        verify(SearchComplete(4, 3), units_of(9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, steps=5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budgets", "steps"),
+    [
+        ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, 26),
+        # Even sizes, odd budgets; with nine kinds each step counts twice.
+        ((4, 6, 8, 10, 12, 14, 16, 18, 20), {0: 53, 1: 55}, 1328),
+    ],
+)
+def test_search_takes_no_more_steps_than_allowed(sizes, budgets, steps):
+    claim = SearchComplete(len(sizes), len(budgets))
+    assert verify(claim, units_of(*sizes), budgets, steps=steps)
+    with pytest.raises(CannotVerify, match=rf"{steps - 1} steps .* the devices"):
+        verify(claim, units_of(*sizes), budgets, steps=steps - 1)
 
 
 def test_many_equal_units_take_few_steps_to_verify():
