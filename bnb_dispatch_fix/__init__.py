@@ -118,14 +118,14 @@ def _start() -> None:
             _activate_quietly()
         else:
             WIRE.arm(_TARGETS, _activate_quietly)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # importing never breaks the program
         _say("could not start", error)
 
 
 def _activate_quietly() -> None:
     try:
         activate()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # importing never breaks the program
         _say("could not activate", error)
 
 
@@ -134,7 +134,7 @@ def _say(what: str, error: Exception) -> None:
         import logging
 
         logging.getLogger(__name__).warning("bnb_dispatch_fix %s: %r", what, error)
-    except Exception:
+    except Exception:  # noqa: BLE001, S110  # without logging there is nobody to tell
         pass  # without logging there is nobody to tell
 
 

@@ -124,7 +124,7 @@ class Switchboard:
                 continue
             try:
                 importlib.import_module(seam.module)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # told by status()
                 self._failures[seam.id] = f"importing {seam.module} failed: {one_line(error)}"
 
     def _load(self) -> Matrix:
@@ -132,7 +132,7 @@ class Switchboard:
         if self._matrix is None:
             try:
                 self._matrix, self._problem = load_matrix(), None
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # told by status()
                 problem = str(error) if isinstance(error, MatrixError) else one_line(error)
                 if self._problem is None:
                     log(logging.WARNING, "no matrix", problem)
@@ -148,7 +148,7 @@ class Switchboard:
             try:
                 if in_range(installed_version(seam.package), seam.versions):
                     self._patch(seam, module)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # one patch that fails leaves the others
                 self._failures[seam.id] = one_line(error)
                 log(logging.WARNING, "not patched", *_names(seam), self._failures[seam.id])
 
@@ -221,7 +221,7 @@ class Switchboard:
     def _look_safely_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
         try:
             return self._look_at(seam, matrix)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # status() answers whatever it finds
             return _found(seam, "failed", one_line(error), missing=seam.fixes)
 
     def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:

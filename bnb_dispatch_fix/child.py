@@ -109,7 +109,7 @@ def _start(variables: Mapping[str, str], output: Any, errors: Any) -> subprocess
     if not sys.executable:
         raise CannotAsk("no Python can be started from here: sys.executable is not set")
     try:
-        return subprocess.Popen(
+        return subprocess.Popen(  # noqa: S603  # our own Python and our own text
             [sys.executable, *_options(variables), "-c", _CHILD],
             env=dict(variables),
             stdin=subprocess.PIPE,
@@ -143,7 +143,7 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
 
     def write() -> None:
         with contextlib.suppress(OSError, ValueError):
-            assert process.stdin is not None
+            assert process.stdin is not None  # noqa: S101  # it is a pipe, see _start
             process.stdin.write(message)
             process.stdin.flush()
 
@@ -160,7 +160,7 @@ def _wait(
     while True:
         try:
             return process.wait(_TICK)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # noqa: PERF203  # ten times a second
             if timeout is not None and not time.monotonic() - started <= timeout:
                 return None
             if on_wait is not None:

@@ -86,7 +86,7 @@ def _streams() -> Iterator[None]:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:
+        except OSError:  # noqa: PERF203  # three rounds
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     with open(os.devnull, "w", encoding="utf-8") as nobody:  # noqa: PTH123
         sys.stdout, sys.stderr = (stream or nobody for stream in given)

@@ -158,7 +158,7 @@ def is_importing(module: object) -> bool:
         return True  # LazyLoader will execute it as soon as anybody asks for an attribute
     try:
         return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-    except Exception:
+    except Exception:  # noqa: BLE001  # anything may stand in sys.modules
         return False  # anything may stand in sys.modules
 
 

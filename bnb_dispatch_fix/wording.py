@@ -261,10 +261,10 @@ def kind_of(name: str) -> str:
 
 def pasteable(device_map: Mapping[str, Any]) -> str:
     """A device map as an expression to paste; neighbours on one device as a range."""
-    lines = []
+    lines: List[str] = []
     for device, items in groupby(device_map.items(), key=lambda item: item[1]):
-        for run in collapsed(name for name, _ in items):
-            lines.append(f"    {_entry(run, device)},")
+        runs = collapsed(name for name, _ in items)
+        lines.extend(f"    {_entry(run, device)}," for run in runs)
     return "\n".join(["{", *lines, "}"])
 
 

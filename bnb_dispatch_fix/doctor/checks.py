@@ -43,7 +43,7 @@ def examine(timeout: float = surroundings.TIMEOUT) -> Checkup:
     findings = list(_guarded("python", _python))
     try:
         answers = surroundings.look(timeout=timeout)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # one check that fails is a finding
         findings.append(_failed_check("imports", error))
     checks: Tuple[Tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("torch", lambda: _torch(answers.get("torch"))),
@@ -65,7 +65,7 @@ def examine(timeout: float = surroundings.TIMEOUT) -> Checkup:
 def _guarded(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # one check that fails is a finding
         yield _failed_check(topic, error)
 
 
@@ -253,7 +253,7 @@ def _seams(answers: Mapping[str, Answer]) -> Iterator[Finding]:
         if module.partition(".")[0] in usable:
             try:
                 importlib.import_module(module)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # a library may fail in any way
                 text = f"{module} cannot be imported: {one_line(error)}"
                 yield Finding(ERROR, "seams", text, _REPORT)
     status = bnb_dispatch_fix.status()

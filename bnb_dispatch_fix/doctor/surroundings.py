@@ -71,7 +71,7 @@ def _import(package: str) -> Answer:
         module = importlib.import_module(package)
         if package in _DEEPER:
             importlib.import_module(_DEEPER[package])
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # a library may fail in any way
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
         return Answer(
             "missing" if missing else "broken", one_line(error), {"version": _version(package)}
@@ -79,7 +79,7 @@ def _import(package: str) -> Answer:
     facts = {"version": getattr(module, "__version__", None) or _version(package)}
     try:
         facts.update(_FACTS.get(package, dict)())
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a library may fail in any way
         return Answer("ok", one_line(error), facts)
     return Answer("ok", "", facts)
 
@@ -116,7 +116,7 @@ def _device(backend: Any, number: int) -> Dict[str, Any]:
     device = {"id": number, "name": str(backend.get_device_name(number)), "free": None}
     try:
         device["free"], device["total"] = backend.mem_get_info(number)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a driver may fail in any way
         device["error"] = one_line(error)
     return device
 

@@ -78,7 +78,7 @@ def _on_accelerators(
     """Whether all of it has a place on the accelerators that the map names, and the map for it."""
     try:
         free = request.get_max_memory(None)
-    except Exception:  # nobody can tell what is free
+    except Exception:  # noqa: BLE001  # nobody can tell what is free
         return [], []
     named = [d for d in free if d in device_map.values() and d not in HOST]
     cards = named or [d for d in free if d not in HOST]

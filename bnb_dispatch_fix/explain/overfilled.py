@@ -28,5 +28,5 @@ def warn(request: Request, device_map: Mapping[str, Device], decided: bool = Tru
                 for device, (load, budget) in found.items()
             )
             log(logging.WARNING, "overfilled", f"device_map={request.strategy!r}", devices)
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # no load is lost to a note
         log(logging.DEBUG, "loads unchecked", fault)

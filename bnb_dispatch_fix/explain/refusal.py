@@ -69,7 +69,7 @@ def explain(
         if outcome.device_map is not None and "rescue" in features.on():
             return  # it would have been used: the error is about something else
         notes.attach(error, lines(request, outcome, device_map or refused_map(error)))
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # the error that is explained must get through
         log(logging.DEBUG, "unexplained", fault)
 
 
@@ -87,7 +87,7 @@ def explain_load(error: Exception, load: Load) -> None:
             found = offload_disk.lines(error, load) or arguments.lines(error, load)
         if found:
             notes.attach(error, found)
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # the error that is explained must get through
         log(logging.DEBUG, "unexplained", fault)
 
 
@@ -105,7 +105,7 @@ def warn_of_whole_model(load: Load) -> None:
                 whole_model.warn(request, load.planned)
         elif not request.refuses_offload:
             offload_disk.warn(load)
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # no load is lost to a note
         log(logging.DEBUG, "disk unexplained", fault)
 
 

@@ -33,7 +33,7 @@ def warn(request: Request, device_map: Any, decided: bool = True) -> None:
         )
         why = "; ".join(_why(request))
         log(logging.WARNING, "whole model off the accelerators", places, why)
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # no load is lost to a note
         log(logging.WARNING, "whole model unexplained", fault)
 
 

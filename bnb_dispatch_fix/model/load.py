@@ -121,7 +121,7 @@ def measured(load: Load) -> Optional[Request]:
             load.call(**again.arguments)
     except _Measured as found:
         return found.request
-    except Exception:  # it fails before it plans
+    except Exception:  # noqa: BLE001  # it fails before it plans
         return None
     finally:
         _loads.measuring = False

@@ -18,7 +18,7 @@ def accelerators_seen() -> int:
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "hpu"):
         try:
             counts.append(int(getattr(torch, name).device_count()))
-        except Exception:  # torch has no such backend here, or it is broken
+        except Exception:  # noqa: BLE001, PERF203, S112  # torch has no such backend here, or it is broken
             continue
     return max(counts)
 
@@ -30,7 +30,7 @@ def memory_of(device: Device) -> Optional[int]:
         if not isinstance(device, int) or device >= torch.cuda.device_count():
             return None
         return int(torch.cuda.get_device_properties(device).total_memory)
-    except Exception:  # no such device, another backend, a broken driver
+    except Exception:  # noqa: BLE001  # no such device, another backend, a broken driver
         return None
 
 
@@ -39,7 +39,7 @@ def reserved_here(device: Device) -> int:
     torch: Any = sys.modules.get("torch")
     try:
         return int(torch.cuda.memory_reserved(device))
-    except Exception:  # no such device, another backend
+    except Exception:  # noqa: BLE001  # no such device, another backend
         return 0
 
 

@@ -298,7 +298,7 @@ class _Walk:
         """The draft that holds the model's input embedding, where the model has and knows one."""
         try:
             tensors = list(self.model.get_input_embeddings().parameters())
-        except Exception:  # plain torch modules lack the method, some models do not implement it
+        except Exception:  # noqa: BLE001  # plain torch modules lack the method, some models do not implement it
             return None
         return next((self.home[id(tensor)] for tensor in tensors if id(tensor) in self.home), None)
 

@@ -108,7 +108,7 @@ def load_matrix(path: Optional[Path] = None) -> Matrix:
         raise MatrixError(f"{path}: larger than {SIZE_LIMIT} bytes; reinstall bnb-dispatch-fix")
     try:
         _check_structure(raw)
-        data = yaml.load(raw, Loader=_LOADER)
+        data = yaml.load(raw, Loader=_LOADER)  # noqa: S506  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise MatrixError(
             f"{path}: no usable YAML ({_short(error)}); reinstall bnb-dispatch-fix"
@@ -219,7 +219,7 @@ def installed_version(package: str) -> Optional[str]:
         return loaded
     try:
         version: Any = importlib.metadata.version(package)
-    except Exception:  # not there, or its metadata cannot be read
+    except Exception:  # noqa: BLE001  # not there, or its metadata cannot be read
         return None
     return version if isinstance(version, str) else None
 

@@ -125,7 +125,7 @@ def _wrapped_by(function: Any, depth: int) -> Iterator[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # noqa: PERF203  # not filled yet
             continue
     for inner in held:
         if callable(inner) and depth > 0:  # a chain that leads back to itself must end

@@ -74,7 +74,7 @@ def probe_balanced_fault(function: Callable[..., Any]) -> ProbeResult:
     for case in _CASES:
         try:
             answer, finding = _judge(case, _caps(case, function))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # unknown code may fail in any way
             answer = "undecided"
             finding = f"the toy model raised {one_line(error, 200)}"
         answers[answer].append(case.pr)
@@ -103,7 +103,7 @@ def signature_mismatch(function: object, expected_parameters: Sequence[str]) -> 
         parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
         bare = [p.replace(annotation=p.empty, default=p.empty) for p in parameters]
         found = str(inspect.Signature(bare))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # unknown code may fail in any way
         return f"its signature cannot be read ({folded(error, 200)})"
     expected = f"({', '.join(expected_parameters)})"
     return None if found == expected else f"expected the parameters {expected}, found {found}"
@@ -127,7 +127,7 @@ def _judge_gaps(function: Callable[..., Any]) -> tuple[str, str]:
         first, *others = _caps(_CASES[0], function, devices=_WITH_A_GAP, low_zero=True).values()
     except KeyError as error:
         return "confirmed", f"GPUs {_WITH_A_GAP} raise KeyError {error}"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # unknown code may fail in any way
         return "undecided", f"the toy model raised {one_line(error, 200)}"
     if first == 0 and all(others):
         return "ruled out", f"GPUs {_WITH_A_GAP} are balanced"

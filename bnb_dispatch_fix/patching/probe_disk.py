@@ -33,7 +33,7 @@ def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
         return ProbeResult((), (), pr, f"#4083 undecided: ValueError: {error}")
     except IndexError:
         return ProbeResult(pr, (), (), "#4083 confirmed: a map that is all disk has no device")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # unknown code may fail in any way
         return ProbeResult((), (), pr, f"#4083 undecided: {one_line(error)}")
     if hasattr(dispatched[0], "_hf_hook"):
         return ProbeResult((), pr, (), "#4083 ruled out: a map that is all disk is dispatched")

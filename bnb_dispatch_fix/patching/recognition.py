@@ -36,7 +36,7 @@ def source_fingerprint(function: object) -> str | None:
             found = _fingerprint_at(lines, code.co_firstlineno - 1, code.co_name)
             _of_code[id(code)] = (code, found)
         return _of_code[id(code)][1]
-    except Exception:
+    except Exception:  # noqa: BLE001  # source may be unreadable in any way
         return None
 
 

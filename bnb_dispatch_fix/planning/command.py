@@ -114,7 +114,7 @@ def _model(model: Optional[str], example: Optional[str]) -> Dict[str, Any]:
         chosen = EXAMPLES[example]
         config = {**DEFAULTS, **chosen.config}
         return {"config": config, "since": chosen.since, "label": example}
-    assert model is not None
+    assert model is not None  # noqa: S101  # the parser has seen to it
     return {"path": model, "quantized": _is_quantized(Path(model))}
 
 

@@ -178,7 +178,7 @@ def _attempt(ask: Callable[[], Any]) -> Attempt:
         return Attempt(ask(), None)
     except simulation.Planned as planned:
         return Attempt(planned.device_map, None)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # any error is the outcome
         return Attempt(refused_map(error), error)
 
 

@@ -122,7 +122,7 @@ def outcome_of(
             from_pretrained()
         except Planned as planned:
             return Outcome(planned.device_map, None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # any error is the outcome
             return Outcome(refused_map(error), error)
         finally:  # 4.x leaves its own behind when it does not come to an end
             torch.set_default_dtype(default)

@@ -125,7 +125,7 @@ def starts_with_shim() -> Optional[bool]:
     if not sys.executable:
         return None
     try:
-        finished = subprocess.run(
+        finished = subprocess.run(  # noqa: S603  # our own Python and our own text
             [sys.executable, "-c", _CHECK], capture_output=True, text=True, timeout=60, check=True
         )
     except (OSError, subprocess.SubprocessError):

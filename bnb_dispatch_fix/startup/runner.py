@@ -64,15 +64,15 @@ def environment_with_shim(environment: Mapping[str, str]) -> Dict[str, str]:
 
 
 def _become(command: List[str], environment: Dict[str, str]) -> NoReturn:
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, environment)  # noqa: S606  # the user's own program
 
 
 def _run_and_wait(command: List[str], environment: Dict[str, str]) -> int:
     import subprocess
 
-    with subprocess.Popen(command, env=environment) as process:
+    with subprocess.Popen(command, env=environment) as process:  # noqa: S603  # the user's own
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # noqa: PERF203  # once per Ctrl-C
                 continue  # it has got the same; its answer decides

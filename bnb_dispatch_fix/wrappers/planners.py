@@ -125,7 +125,7 @@ def _accepted_without_backport(
     try:
         with features.without("backport"):
             return uncorrected(request, installed, args, kwargs)
-    except Exception:  # refused in any case: what was raised first is what the caller sees
+    except Exception:  # noqa: BLE001  # refused in any case: what was raised first is what the caller sees
         return None
 
 
@@ -161,7 +161,7 @@ def _read(
     """The request, or None where it cannot be read: then the installed planner is on its own."""
     try:
         return read(installed, args, kwargs)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # the installed planner is on its own
         log(logging.DEBUG, "request unread", error)
         return None
 
@@ -174,7 +174,7 @@ def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
     """
     try:
         return bool(overfull(request.units().loads(device_map), request.budgets()))
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # the map stays as it is
         log(logging.DEBUG, "loads unchecked", fault)
         return False
 
@@ -196,7 +196,7 @@ def _instead(
                 _validate(request, outcome.device_map)
             _announce(request, why or _short(error), outcome)
             return outcome.device_map, outcome
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001  # the installed answer stays
         level = logging.DEBUG if error is not None else logging.WARNING
         log(level, "no exact placement", fault)
         return None, None

@@ -15,7 +15,7 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _here]
 sys.path.insert(0, _root)  # the package may be there by virtue of the current folder only
 try:
     import bnb_dispatch_fix  # noqa: F401
-except Exception:
+except Exception:  # noqa: BLE001, S110  # it may be broken: the program runs without it
     pass  # it may be broken: the program runs without it
 finally:
     sys.path.remove(_root)
