@@ -9,7 +9,7 @@ would be another file to read at every start: see tripwire.py.)
 import sys
 
 from bnb_dispatch_fix.features import VERSION as __version__
-from bnb_dispatch_fix.features import is_off
+from bnb_dispatch_fix.features import checked, is_off
 from bnb_dispatch_fix.tripwire import WIRE
 
 TYPE_CHECKING = False
@@ -39,10 +39,17 @@ def activate(features: "Optional[Iterable[str]]" = None, *, strict: bool = False
         bnb_dispatch_fix.activation.ActivationError: with `strict`, where a patch that is
             missing here could not be applied; the message says which and why.
     """
+    wanted = None if features is None else checked(features)
     WIRE.disarm()  # what is asked for here is not to be overruled later
-    from bnb_dispatch_fix import activation  # heavy: only where there is something to patch
+    try:
+        from bnb_dispatch_fix import activation  # heavy: only where there is something to patch
 
-    activation.activate(features, strict)
+        activation.activate(wanted, strict)
+    except Exception:
+        raise
+    except BaseException:  # an interrupt: the next import of a target does what was asked for
+        WIRE.arm(_TARGETS, lambda: _activate_quietly(wanted))
+        raise
 
 
 def deactivate() -> None:
@@ -122,9 +129,9 @@ def _start() -> None:
         _say("could not start", error)
 
 
-def _activate_quietly() -> None:
+def _activate_quietly(features: "Optional[Iterable[str]]" = None) -> None:
     try:
-        activate()
+        activate(features)
     except Exception as error:  # noqa: BLE001  # importing never breaks the program
         _say("could not activate", error)
 

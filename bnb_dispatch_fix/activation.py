@@ -6,16 +6,18 @@ is imported, judged or hooked while its lock is held.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
 import sys
 import threading
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Optional, Set, Tuple
 
 from bnb_dispatch_fix import features as feature_switch
 from bnb_dispatch_fix.features import VERSION
+from bnb_dispatch_fix.patching.bystanders import unpatched_references
 from bnb_dispatch_fix.patching.matrix import (
     Matrix,
     MatrixError,
@@ -25,18 +27,23 @@ from bnb_dispatch_fix.patching.matrix import (
     installed_versions,
     load_matrix,
     missing_by_version,
+    too_old,
 )
 from bnb_dispatch_fix.patching.patches import (
     Patch,
+    PatchedFunction,
     describe,
     found_at,
+    is_module,
+    leads_to_ours,
     locate,
     original_of,
-    wraps_ours,
+    put_back,
+    wrapper_at,
 )
 from bnb_dispatch_fix.patching.replacements import handler
 from bnb_dispatch_fix.patching.verdict import Verdict, judge
-from bnb_dispatch_fix.states import PatchStatus, Status
+from bnb_dispatch_fix.states import PatchStatus, Status, contained, last_fault
 from bnb_dispatch_fix.tripwire import WIRE, is_importing
 from bnb_dispatch_fix.wording import log, log_text, one_line
 
@@ -57,6 +64,8 @@ class Switchboard:
         self._undone: Dict[str, Patch] = {}
         self._failures: Dict[str, str] = {}
         self._announced: Set[Tuple[str, str]] = set()
+        self._made = 0
+        self._holders: Tuple[str, ...] = ()
         self._matrix: Optional[Matrix] = None
         self._problem: Optional[str] = None
         self._complaint: Optional[str] = None
@@ -79,6 +88,8 @@ class Switchboard:
             log_text(logging.WARNING, switch.complaint)
         self._complaint = switch.complaint
         matrix = self._load()
+        WIRE.stand_alone()
+        made = self._made
         with self._lock:
             feature_switch.switch_on(wanted)
             self._off_because = (
@@ -88,37 +99,48 @@ class Switchboard:
             )
             for seam in matrix.seams:
                 if not wanted.intersection(seam.features):
-                    self._take_away(seam.id)
+                    self._take_away(seam)
         for module in dict.fromkeys(
             s.module for s in matrix.seams if wanted.intersection(s.features)
         ):
             WIRE.watch(module, self._patch_module)
+        if self._made != made:  # what was loaded already may be held by others, too
+            self._name_holders()
         if strict:
             self._raise_if_incomplete()
 
     def deactivate(self) -> None:
-        """Switch everything off and put back every original that is still under our wrapper."""
+        """Switch everything off and put back every original that is still under our wrapper.
+
+        A wrapper of another copy of this package is ours, too.
+        """
+        matrix = self._load()
+        WIRE.stand_alone()
         with self._lock:
             feature_switch.switch_on(frozenset())
             self._off_because = "deactivate() was called"
-            for seam_id in list(self._patches):
-                self._take_away(seam_id)
+            for seam in matrix.seams:
+                self._take_away(seam)
 
     def status(self) -> Status:
         """Look at every seam now; imports nothing."""
         matrix = self._load()
+        excluded = too_old(matrix)
         return Status(
             version=VERSION,
             features=tuple(name for name in feature_switch.FEATURES if name in feature_switch.on()),
             installed=installed_versions(),
-            patches=tuple(self._look_safely_at(seam, matrix) for seam in _expected(matrix)),
+            patches=tuple(
+                self._look_safely_at(seam, matrix, excluded) for seam in matrix.expected()
+            ),
             problem=self._problem,
+            holders=_held(matrix.seams),
         )
 
     def import_targets(self) -> None:
         """Import every module that has a seam here; one that cannot be imported is `failed`."""
         matrix = self._load()
-        for seam in _expected(matrix):
+        for seam in () if too_old(matrix) else matrix.expected():
             version = installed_version(seam.package)
             if version is None or not in_range(version, seam.versions):
                 continue
@@ -141,7 +163,10 @@ class Switchboard:
 
     def _patch_module(self, name: str, module: Any) -> None:
         """Patch every wanted seam of a module that is loaded; no exception leaves it."""
-        for seam in self._load().seams:
+        matrix = self._load()
+        if too_old(matrix) or not is_module(module):
+            return
+        for seam in matrix.seams:
             if seam.module != name or not _on(seam):
                 continue
             self._failures.pop(seam.id, None)
@@ -156,13 +181,14 @@ class Switchboard:
         owner, attribute = locate(module, seam.attribute)
         found = found_at(owner, attribute)
         patch = self._patches.get(seam.id)
-        ours = patch is not None and patch.owner is owner
-        if patch is not None and ours and (patch.on_top() or wraps_ours(found, patch)):
+        if patch is not None and patch.owner is owner and patch.on_top():
+            return
+        if leads_to_ours(found, attribute):
             return
         original = original_of(found)
         verdict = judge(seam, self._load(), original)
         if verdict.state != "applied":
-            if verdict.lacks and patch is None:
+            if verdict.lacks and patch is None and not _is_stand_in(module, found):
                 log(logging.WARNING, "not patched", *_names(seam), verdict.reason)
             return
         with self._lock:
@@ -170,36 +196,51 @@ class Switchboard:
                 return
             changed = found_at(owner, attribute) is not found
             if not changed:
-                self._patches[seam.id] = patch = self._patch_over(
-                    seam, owner, attribute, original, verdict.lacks
-                )
+                patch = Patch(owner, attribute, self._wrapper_of(seam, original, verdict.lacks))
+                self._patches[seam.id] = patch
                 patch.apply()
         if changed:  # by another thread, while this one judged
             self._patch(seam, module)
         else:
             self._announce(seam, verdict.reason)
 
-    def _patch_over(
-        self, seam: Seam, owner: Any, attribute: str, original: Any, lacks: Tuple[int, ...]
-    ) -> Patch:
-        """The patch that stood there before it was undone: its wrapper may be kept somewhere."""
-        undone = self._undone.pop(seam.id, None)
-        if undone is not None and undone.owner is owner and undone.original is original:
-            return undone
-        report = functools.partial(_report_failure, seam)
-        return Patch(
-            owner,
-            attribute,
+    def _wrapper_of(self, seam: Seam, original: Any, lacks: Tuple[int, ...]) -> PatchedFunction:
+        """The one that stands under other names of the function, or did before it was undone."""
+        for patch in (*self._patches.values(), *self._undone.values()):
+            if patch.original is original:
+                return patch.wrapper
+        self._made += 1
+        features = frozenset(
+            feature
+            for other in self._load().seams
+            if other.implementation == seam.implementation
+            for feature in other.features
+        )
+        report = functools.partial(_report_failure, original)
+        return PatchedFunction(
             original,
             handler(seam.implementation, report, lacks),
-            is_on=functools.partial(_on, seam),
+            is_on=lambda: not feature_switch.on().isdisjoint(features),
         )
 
-    def _take_away(self, seam_id: str) -> None:
+    def _take_away(self, seam: Seam) -> None:
         """Undo a patch; one that is not on top any more stays, passing through."""
-        patch = self._patches.get(seam_id)
-        if patch is not None and patch.undo():
-            self._undone[seam_id] = self._patches.pop(seam_id)
+        patch = self._patches.get(seam.id)
+        if patch is not None:
+            if patch.undo():
+                self._undone[seam.id] = self._patches.pop(seam.id)
+            return
+        module = sys.modules.get(seam.module)
+        if is_module(module):
+            with contextlib.suppress(Exception):  # anything may stand under the name
+                put_back(*locate(module, seam.attribute))
+
+    def _name_holders(self) -> None:
+        """One line for the modules that took a function before it was patched."""
+        holders = _held(self._load().seams)
+        if holders and holders != self._holders:
+            log(logging.WARNING, "holders", ", ".join(holders))
+        self._holders = holders
 
     def _announce(self, seam: Seam, reason: str) -> None:
         """One INFO line per function of a package; its other names are worth a DEBUG line."""
@@ -213,21 +254,35 @@ class Switchboard:
         if found.problem:
             raise ActivationError(found.problem)
         for patch in found.patches:
-            if patch.missing and patch.state != "pending":
+            waits = patch.state == "pending" and patch.module not in sys.modules
+            if patch.missing and not waits:
                 raise ActivationError(
                     f"{patch.module}.{patch.attribute} is {patch.state}: {patch.reason}"
                 )
 
-    def _look_safely_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
+    def _look_safely_at(self, seam: Seam, matrix: Matrix, excluded: Optional[str]) -> PatchStatus:
         try:
-            return self._look_at(seam, matrix)
+            if excluded:
+                return self._excluded(seam, matrix, excluded)
+            found = self._look_at(seam, matrix)
         except Exception as error:  # noqa: BLE001  # status() answers whatever it finds
             return _found(seam, "failed", one_line(error), missing=seam.fixes)
+        fault = last_fault(seam.implementation)
+        if fault is None or found.state in ("pending", "disabled"):
+            return found
+        return found._replace(reason=f"{found.reason}; last went wrong: {fault}")
+
+    def _excluded(self, seam: Seam, matrix: Matrix, reason: str) -> PatchStatus:
+        version = installed_version(seam.package)
+        if version is None and seam.package not in sys.modules:
+            return _found(seam, "skipped", f"{seam.package} is not installed")
+        missing = missing_by_version(matrix, seam, version)
+        return _found(seam, "skipped", f"{reason}; nothing is patched", missing=missing)
 
     def _look_at(self, seam: Seam, matrix: Matrix) -> PatchStatus:
         """The state of one seam, judged by what stands under its name now."""
         module = sys.modules.get(seam.module)
-        if module is None or is_importing(module):
+        if module is None or is_importing(module) or not is_module(module):
             version = installed_version(seam.package)
             missing = missing_by_version(matrix, seam, version)
             return self._not_loaded(seam, version, missing)
@@ -240,6 +295,8 @@ class Switchboard:
             return _found(seam, "disabled", self._off_because, missing=lacks)
         if patch is not None:
             return _look_at_patch(seam, patch, owner, verdict)
+        if leads_to_ours(top, attribute):
+            return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=lacks)
         if verdict.state == "applied":
@@ -259,6 +316,9 @@ class Switchboard:
             return _found(seam, "disabled", self._off_because, missing=missing)
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=missing)
+        if sys.modules.get(seam.module) is not None and not is_importing(sys.modules[seam.module]):
+            reason = f"what stands as {seam.module} in sys.modules is no module"
+            return _found(seam, "skipped", reason, missing=missing)
         package = sys.modules.get(seam.package)
         if package is not None and getattr(package, "__file__", None) is None:
             reason = f"{seam.package} here is a folder without __init__.py, not the library"
@@ -282,10 +342,11 @@ def _found(
 
 def _look_at_patch(seam: Seam, patch: Patch, owner: Any, verdict: Verdict) -> PatchStatus:
     """The state of a seam that was patched: is our wrapper still the one that is called?"""
-    if patch.on_top() and patch.owner is owner:
-        return _found(seam, "applied", verdict.reason, fixes=verdict.lacks)
     top = found_at(owner, patch.attribute)
-    if wraps_ours(top, patch):
+    # Where a package was reloaded its names may lead to the wrapper of the function that is new.
+    if type(wrapper_at(top)) is type(patch.wrapper):
+        return _found(seam, "applied", verdict.reason, fixes=verdict.lacks)
+    if leads_to_ours(top, patch.attribute):
         return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")
     reason = f"{describe(top)} stands in place of our wrapper; call activate() to patch it"
     return _found(seam, "replaced", reason, missing=verdict.lacks)
@@ -299,21 +360,27 @@ def _names(seam: Seam) -> Tuple[str, str]:
     return seam.module, seam.attribute
 
 
-def _report_failure(seam: Seam, error: BaseException) -> None:
-    log(logging.WARNING, "replacement failed", *_names(seam), error)
+def _report_failure(original: Any, error: BaseException) -> None:
+    level = contained("replacement failed", error)
+    log(level, "replacement failed", original.__module__, original.__qualname__, error)
 
 
-def _expected(matrix: Matrix) -> List[Seam]:
-    """The seams the installed versions should have; all of a package's where none fits."""
-    found: List[Seam] = []
-    for package in matrix.packages():
-        mine = [seam for seam in matrix.seams if seam.package == package]
-        version = installed_version(package)
-        found += [seam for seam in mine if in_range(version, seam.versions)] or mine
-    return found
+def _is_stand_in(module: Any, found: Any) -> bool:
+    """Whether a function is not there because somebody put an empty module in place of it."""
+    return found is None and getattr(module, "__spec__", None) is None
 
 
-_board = Switchboard()
+def _held(seams: Tuple[Seam, ...]) -> Tuple[str, ...]:
+    """The names of `Status.holders`."""
+    try:
+        return unpatched_references(seams)
+    except Exception as error:
+        log(contained("holders unsearched", error), "holders unsearched", error)
+        return ()
+
+
+# A reload of this module must keep what is patched.
+_board: Switchboard = globals().get("_board") or Switchboard()
 activate = _board.activate
 deactivate = _board.deactivate
 status = _board.status

@@ -196,5 +196,8 @@ def status_table(found: Status, width: Optional[int] = None) -> str:
     table = [f"{name:{name_width}}  {state:{state_width}}  {why}" for name, state, why in rows]
     if width is not None and max(map(len, table), default=0) > width:
         table = [line for name, state, why in rows for line in (name, f"  {state}: {why}")]
+    if found.holders:
+        table.append(f"imported before the shim, not patched: {', '.join(found.holders)}")
     lines = [visible(line) for line in (*lines, *table)]
-    return "\n".join(part for line in lines for part in wrapped(line, width or len(line)))
+    return "
+".join(part for line in lines for part in wrapped(line, width or len(line)))

@@ -103,8 +103,9 @@ def checked(features: "Iterable[str]") -> "FrozenSet[str]":
     return names
 
 
-_on: "FrozenSet[str]" = frozenset()
-_thread = _local()
+# A reload must not switch off what is on: the wrappers would stay, and do nothing.
+_on: "FrozenSet[str]" = globals().get("_on", frozenset())
+_thread: "_local" = globals().get("_thread") or _local()
 
 
 def on() -> "FrozenSet[str]":

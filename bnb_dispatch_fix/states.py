@@ -1,8 +1,11 @@
-"""The records that `status()` answers with."""
+"""The records that `status()` answers with, and the faults of ours that cost nobody a load."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+import logging
+import threading
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 #: Every state a seam can be in.
 STATES = ("applied", "already-fixed", "pending", "skipped", "replaced", "disabled", "failed")
@@ -25,13 +28,18 @@ class PatchStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """The shim, what is installed, and every seam; `problem` is what keeps all of it off."""
+    """The shim, what is installed, and every seam; `problem` is what keeps all of it off.
+
+    `holders` are the names ("module.attribute") of loaded modules that took a function before it
+    was patched, and miss what was patched there.
+    """
 
     version: str
     features: Tuple[str, ...]
     installed: Dict[str, Optional[str]]
     patches: Tuple[PatchStatus, ...]
     problem: Optional[str]
+    holders: Tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -40,7 +48,7 @@ class Status(NamedTuple):
 
     def as_dict(self) -> Dict[str, Any]:
         """Plain data, as `bnb-dispatch-fix status --json` prints it."""
-        return {
+        data: Dict[str, Any] = {
             "version": self.version,
             "features": list(self.features),
             "installed": dict(self.installed),
@@ -56,3 +64,44 @@ class Status(NamedTuple):
                 for patch in self.patches
             ],
         }
+        if self.holders:
+            data["holders"] = list(self.holders)
+        return data
+
+
+class _Places(threading.local):
+    def __init__(self) -> None:
+        self.entered: List[str] = []
+
+
+_places = _Places()
+_told: Set[Tuple[str, str]] = set()
+_last: Dict[str, str] = {}
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """What this thread reports while the block runs happened at this seam."""
+    _places.entered.append(place)
+    try:
+        yield
+    finally:
+        _places.entered.pop()
+
+
+def contained(kind: str, error: BaseException) -> int:
+    """Note a fault of ours that the caller is spared, for `status()`; the level of its log line.
+
+    That is WARNING for the first of a kind at a seam, and DEBUG from then on.
+    """
+    place = _places.entered[-1] if _places.entered else ""
+    _last[place] = f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if (place, kind) in _told:
+        return logging.DEBUG
+    _told.add((place, kind))
+    return logging.WARNING
+
+
+def last_fault(place: str) -> Optional[str]:
+    """The last fault that was noted at a seam."""
+    return _last.get(place)

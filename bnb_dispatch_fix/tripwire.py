@@ -49,12 +49,27 @@ class Tripwire:
         """Do not call `on_trip` any more."""
         self._on_trip = None
 
+    def stand_alone(self) -> None:
+        """Retire the finders of other copies of this package, such as one imported before."""
+        for finder in list(sys.meta_path):
+            kind = type(finder)
+            if finder is not self and kind.__name__ == "Tripwire" and hasattr(kind, "retire"):
+                finder.retire()  # type: ignore[attr-defined]
+
+    def retire(self) -> None:
+        """Look for nothing any more, until asked again; it stays in the line, see above."""
+        self._on_trip = None
+        self._inside = ()
+        self._awaited.clear()
+        self._watched.clear()
+
     def watch(self, name: str, on_loaded: "Callable[[str, Any], object]") -> None:
         """Call `on_loaded` with `name` and the module each time it has been imported.
 
         It is called at once where that has happened, by the thread that imports it where that
         is still to come, and at the next search inside the package where the end of the import
-        cannot be seen: it had begun already, or another finder loads it. Not after a reload.
+        cannot be seen: it had begun already, or another finder loads it. After a reload, too, it
+        is called at the next search inside the package.
         An exception of `on_loaded` would break the import of the module.
         """
         self._listen_inside(name.partition(".")[0])
@@ -70,8 +85,12 @@ class Tripwire:
         if self._on_trip is not None:
             self._trip()
         self._look_around()
-        if fullname in self._watched and fullname not in sys.modules:
-            return self._telling_spec(fullname, path, target)
+        if fullname not in self._watched:
+            return None
+        if fullname not in sys.modules:
+            return self._telling_spec(fullname, path, target, self._tell)
+        if target is not None:  # a reload
+            return self._telling_spec(fullname, path, target, self._await_again)
         return None
 
     def _listen_inside(self, package: str) -> None:
@@ -85,8 +104,13 @@ class Tripwire:
 
     def _trip(self) -> None:
         on_trip, self._on_trip = self._on_trip, None
-        if on_trip is not None:  # another thread may have been here first
+        if on_trip is None:  # another thread has been here first
+            return
+        try:
             on_trip()
+        except BaseException:  # Ctrl-C in a notebook: the cell will be run again
+            self._on_trip = on_trip
+            raise
 
     def _look_around(self) -> None:
         """Tell of the awaited modules that are complete."""
@@ -97,9 +121,21 @@ class Tripwire:
 
     def _tell(self, name: str, module: "Any") -> None:
         self._awaited.pop(name, None)
-        self._watched[name](name, module)
+        on_loaded = self._watched.get(name)
+        if on_loaded is None:  # retired in the meantime
+            return
+        try:
+            on_loaded(name, module)
+        except BaseException:  # an interrupt, as above
+            self._awaited[name] = None
+            raise
 
-    def _telling_spec(self, fullname: str, path: "Any", target: "Any") -> "Any":
+    def _await_again(self, name: str, module: "Any") -> None:
+        self._awaited[name] = None
+
+    def _telling_spec(
+        self, fullname: str, path: "Any", target: "Any", tell: "Callable[[str, Any], None]"
+    ) -> "Any":
         """What the finders behind this one find, with a loader that tells when it is done."""
         key = (get_ident(), fullname)
         if key in self._asking:  # one of those that are asked asks everybody, as wrapt's does
@@ -109,10 +145,11 @@ class Tripwire:
             spec = self._ask_behind(fullname, path, target)
         finally:
             self._asking.discard(key)
-        self._awaited[fullname] = None
+        if target is None:
+            self._awaited[fullname] = None
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return None
-        spec.loader = TellingLoader(spec.loader, lambda module: self._tell(fullname, module))
+        spec.loader = TellingLoader(spec.loader, lambda module: tell(fullname, module))
         return spec
 
     def _ask_behind(self, fullname: str, path: "Any", target: "Any") -> "Any":
@@ -162,5 +199,5 @@ def is_importing(module: object) -> bool:
         return False  # anything may stand in sys.modules
 
 
-#: The one of this process.
-WIRE = Tripwire()
+#: The one of this process; a reload keeps it, as it is in the line.
+WIRE: Tripwire = globals().get("WIRE") or Tripwire()

@@ -61,10 +61,15 @@ LINES: Mapping[str, str] = {
         "and the installed release accepts it: %s"
     ),
     "no exact placement": "no exact placement was looked for: %r",
-    # DEBUG
+    "holders": (
+        "%s: taken before bnb_dispatch_fix was imported, so that calls through it are not "
+        "repaired; import bnb_dispatch_fix first"
+    ),
+    # WARNING for the first at a seam, then DEBUG
     "request unread": "a planner's call is left alone: %r",
     "loads unchecked": "the loads of a device map were not checked: %r",
     "unexplained": "an error is left unexplained: %r",
+    "holders unsearched": "nobody looked who else holds the patched functions: %r",
     "disk unexplained": "a model on the disk is left unexplained: %r",
 }
 

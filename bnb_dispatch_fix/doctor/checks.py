@@ -283,9 +283,7 @@ def _seam(patch: PatchStatus) -> Finding:
 
 
 def _references() -> Iterator[Finding]:
-    from bnb_dispatch_fix.patching import bystanders  # needs wrapt, which may be what is broken
-
-    found = bystanders.unpatched_references(bnb_dispatch_fix.status())
+    found = bnb_dispatch_fix.status().holders
     for name in found:
         hint = "import bnb_dispatch_fix before the module that holds it"
         yield Finding(WARN, "references", f"{name} holds the unpatched function", hint)
@@ -294,7 +292,7 @@ def _references() -> Iterator[Finding]:
 
 
 def _patchers() -> Iterator[Finding]:
-    from bnb_dispatch_fix.patching import bystanders
+    from bnb_dispatch_fix.patching import bystanders  # needs wrapt, which may be what is broken
 
     found = bystanders.other_patchers(bnb_dispatch_fix.status())
     for name, patcher in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
@@ -27,6 +26,7 @@ from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, search
 from bnb_dispatch_fix.model.units import Units
 from bnb_dispatch_fix.placement.records import Device, Impossible, Placement
+from bnb_dispatch_fix.states import contained
 from bnb_dispatch_fix.wording import HOST, amount, cell, device_name, kind_of, log
 
 #: How bitsandbytes and the other quantizers word that a map has modules where they cannot be.
@@ -70,7 +70,7 @@ def explain(
             return  # it would have been used: the error is about something else
         notes.attach(error, lines(request, outcome, device_map or refused_map(error)))
     except Exception as fault:  # noqa: BLE001  # the error that is explained must get through
-        log(logging.DEBUG, "unexplained", fault)
+        log(contained("unexplained", fault), "unexplained", fault)
 
 
 def explain_load(error: Exception, load: Load) -> None:
@@ -88,7 +88,7 @@ def explain_load(error: Exception, load: Load) -> None:
         if found:
             notes.attach(error, found)
     except Exception as fault:  # noqa: BLE001  # the error that is explained must get through
-        log(logging.DEBUG, "unexplained", fault)
+        log(contained("unexplained", fault), "unexplained", fault)
 
 
 def warn_of_whole_model(load: Load) -> None:
@@ -106,7 +106,7 @@ def warn_of_whole_model(load: Load) -> None:
         elif not request.refuses_offload:
             offload_disk.warn(load)
     except Exception as fault:  # noqa: BLE001  # no load is lost to a note
-        log(logging.DEBUG, "disk unexplained", fault)
+        log(contained("disk unexplained", fault), "disk unexplained", fault)
 
 
 def is_about_placement(error: BaseException) -> bool:

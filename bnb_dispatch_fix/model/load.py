@@ -24,6 +24,7 @@ from bnb_dispatch_fix.wording import STRATEGIES
 class Load:
     """One running `from_pretrained`: its arguments, and what became of them at the planner.
 
+    `model_class` is the class it was called on, None where that is not known.
     `max_memory` is None where it was not given; `arguments` are all that were named, `call` takes
     others in their place (see `measured`); `outcome` is the exact search's, None where nobody
     looked.
@@ -35,10 +36,12 @@ class Load:
         max_memory: Any,
         arguments: Optional[Mapping[str, Any]] = None,
         call: Optional[Callable[..., Any]] = None,
+        model_class: Any = None,
     ) -> None:
         self.device_map = device_map
         self.arguments = dict(arguments or {})
         self.call = call
+        self.model_class = model_class
         self.max_memory = dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
         self.request: Optional[Request] = None
         self.outcome: Any = None
@@ -91,14 +94,24 @@ def running(load: Load) -> Iterator[None]:
         _loads.running.pop()
 
 
-def is_loading() -> bool:
-    """Whether a `from_pretrained` runs in this thread."""
-    return bool(_loads.running)
+def is_asking(model: Any) -> bool:
+    """Whether it is the `from_pretrained` that runs in this thread that asks to plan `model`.
+
+    It asks once. Whoever asks later in it, such as an adapter, or about a model of another class,
+    asks for itself.
+    """
+    load = _loads.running[-1] if _loads.running else None
+    if load is None or load.strategy is None or load.request is not None:
+        return False
+    return not isinstance(load.model_class, type) or isinstance(model, load.model_class)
 
 
 def remember(request: Request, outcome: Any, planned: Any) -> None:
-    """Note what a planner was asked and answered, for the `from_pretrained` around it."""
-    if _loads.running:
+    """Note what a planner was asked and answered, for the `from_pretrained` around it.
+
+    A planner that is not told the strategy was asked by somebody else.
+    """
+    if _loads.running and request.strategy:
         load = _loads.running[-1]
         load.request, load.outcome, load.planned = request, outcome, planned
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import sys
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -20,6 +20,9 @@ SCHEMA = 1
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
 #: The packages whose releases a tested combination is named after.
 COMBINED = PACKAGES[:3]
+#: Where one of these is older than every seam of it, nothing is patched, in no package: what is
+#: patched in the other would reach it half. Other packages only hold these packages' functions.
+CORE = ("transformers", "accelerate")
 #: A larger matrix is not ours (bytes); the released one has about 20 kB.
 SIZE_LIMIT = 1_000_000
 #: So is one that nests more; the released one has 5 levels.
@@ -81,6 +84,21 @@ class Matrix(NamedTuple):
     def packages(self) -> Tuple[str, ...]:
         """The packages whose modules are patched, each once."""
         return tuple(dict.fromkeys(seam.package for seam in self.seams))
+
+    def expected(self) -> Tuple[Seam, ...]:
+        """The seams the installed versions should have; all of a package's where none fits.
+
+        Other packages than transformers and accelerate count where their module is loaded.
+        """
+        found: List[Seam] = []
+        for package in self.packages():
+            mine = [seam for seam in self.seams if seam.package == package]
+            if package not in CORE:
+                found += [seam for seam in mine if seam.module in sys.modules]
+                continue
+            version = installed_version(package)
+            found += [seam for seam in mine if in_range(version, seam.versions)] or mine
+        return tuple(found)
 
 
 def matrix_path() -> Path:
@@ -229,6 +247,31 @@ def installed_versions() -> Dict[str, Optional[str]]:
     return {package: installed_version(package) for package in PACKAGES}
 
 
+def is_readable(version: Optional[str]) -> bool:
+    """Whether a text is a version as PEP 440 has it."""
+    try:
+        return version is not None and bool(Version(version))
+    except InvalidVersion:
+        return False
+
+
+def too_old(matrix: Matrix) -> Optional[str]:
+    """Why nothing at all is patched with the versions that are installed here (see `CORE`)."""
+    for package in CORE:
+        ranges = [seam.versions for seam in matrix.seams if seam.package == package]
+        version = installed_version(package)
+        if ranges and not any(in_range(version, text) for text in ranges):
+            return f"{package} {version} is not covered; expected {_oldest(ranges)}"
+    return None
+
+
+def _oldest(ranges: List[str]) -> str:
+    """The lowest version that is in one of the ranges, as a range."""
+    bounds = [bound for text in ranges for bound in SpecifierSet(text) if bound.operator == ">="]
+    lowest = min((Version(bound.version) for bound in bounds), default=None)
+    return ranges[0] if lowest is None else f">={lowest.base_version}"
+
+
 def in_range(version: Optional[str], versions: str) -> bool:
     """Whether a version, pre-releases included, is in a range; an unreadable one always is.
 
@@ -245,7 +288,8 @@ def in_range(version: Optional[str], versions: str) -> bool:
 def missing_by_version(matrix: Matrix, seam: Seam, version: Optional[str]) -> Tuple[int, ...]:
     """The fixes of a seam that its package's version lacks, going by the matrix alone.
 
-    A fix of another package than the one whose code stands there is in no release of it.
+    A fix of another package than the one whose code stands there is in no release of it. A
+    version that nobody can read has none.
     """
     home = seam.implementation.partition(".")[0]
     if home != seam.package:
@@ -253,6 +297,6 @@ def missing_by_version(matrix: Matrix, seam: Seam, version: Optional[str]) -> Tu
     released = {
         fix.pr
         for fix in matrix.fixes
-        if fix.package == home and version is not None and in_range(version, f">={fix.first}")
+        if fix.package == home and is_readable(version) and in_range(version, f">={fix.first}")
     }
     return tuple(pr for pr in seam.fixes if pr not in released)

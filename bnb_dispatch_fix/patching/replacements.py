@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
-from bnb_dispatch_fix import features
+from bnb_dispatch_fix import features, states
 from bnb_dispatch_fix.backport import accelerate, dispatch, transformers_v5
 from bnb_dispatch_fix.patching.patches import Handler
 from bnb_dispatch_fix.patching.probe import ProbeResult, probe_balanced_fault, signature_mismatch
@@ -113,7 +113,8 @@ def handler(
     replacement = REPLACEMENTS[implementation]
 
     def wrap(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        return replacement.function(wrapped, *args, **kwargs)
+        with states.at(implementation):
+            return replacement.function(wrapped, *args, **kwargs)
 
     def replace(wrapped: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         if "backport" not in features.on() or not replacement.matters(
@@ -124,7 +125,8 @@ def handler(
             return replacement.function(wrapped, *args, **kwargs)
         except Exception as error:  # noqa: BLE001  # the installed function answers instead
             result = wrapped(*args, **kwargs)
-            on_failure(error)
+            with states.at(implementation):
+                on_failure(error)
             return result
 
     return replace if replacement.exact else wrap

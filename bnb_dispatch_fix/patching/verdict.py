@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple, Optional, Tuple
 
-from bnb_dispatch_fix.patching.matrix import Matrix, Seam, installed_version
+from bnb_dispatch_fix.patching.matrix import Matrix, Seam, installed_version, is_readable
 from bnb_dispatch_fix.patching.patches import describe, patcher_of
 from bnb_dispatch_fix.patching.recognition import source_fingerprint
 from bnb_dispatch_fix.patching.replacements import REPLACEMENTS
@@ -27,11 +28,17 @@ def judge(seam: Seam, matrix: Matrix, function: Any) -> Verdict:
     A known fingerprint decides by the matrix. Unknown code is run on a toy model: it is
     patched where it shows the fault and offers what the replacement needs.
     """
-    if function is None:
-        return Verdict("skipped", seam.fixes, f"{seam.module} has no {seam.attribute}")
-    function = getattr(function, "__func__", function)  # a class method is judged by its function
     home = seam.implementation.partition(".")[0]  # whose code it is, under whatever name
-    label = f"{home} {installed_version(home) or 'of unknown version'}"
+    version = installed_version(home)
+    if function is None:
+        absent = f"{seam.module} has no {seam.attribute}"
+        if version is None and home not in sys.modules:
+            return Verdict("skipped", (), f"{absent}: {home} is not installed")
+        return Verdict("skipped", seam.fixes, absent)
+    function = getattr(function, "__func__", function)  # a class method is judged by its function
+    label = f"{home} {version}"
+    if not is_readable(version):
+        label = f"{home} of {'unknown version' if version is None else f'version {version!r}'}"
     misfit = _misfit(seam, function)
     known = matrix.known(seam.implementation, source_fingerprint(function))
     if known is None:

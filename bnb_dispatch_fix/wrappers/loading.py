@@ -13,7 +13,7 @@ from bnb_dispatch_fix.model.load import Load, running
 def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands for `PreTrainedModel.from_pretrained`: notes the budgets, explains errors."""
     asked = (kwargs.get("device_map"), kwargs.get("max_memory"))
-    load = Load(*asked, kwargs, functools.partial(installed, *args))
+    load = Load(*asked, kwargs, functools.partial(installed, *args), *args[:1])
     try:
         with running(load):
             loaded = installed(*args, **kwargs)

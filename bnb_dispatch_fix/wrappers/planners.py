@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix import features
@@ -10,7 +12,7 @@ from bnb_dispatch_fix.model import requests
 from bnb_dispatch_fix.model.budgets import overfull
 from bnb_dispatch_fix.model.device_map import all_on_host
 from bnb_dispatch_fix.model.load import (
-    is_loading,
+    is_asking,
     leave_if_measuring,
     read_request,
     remember,
@@ -19,6 +21,7 @@ from bnb_dispatch_fix.model.load import (
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.states import contained
 from bnb_dispatch_fix.wording import gib, log, one_line
 
 #: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
@@ -29,17 +32,38 @@ PLANNER_ERRORS = (ValueError, KeyError, IndexError)
 RequestReader = Callable[[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Optional[Request]]
 
 
+class _Thread(threading.local):
+    planning = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _planning() -> Iterator[None]:
+    """The planners that an installed planner calls in this thread are parts of it."""
+    before, _thread.planning = _thread.planning, True
+    try:
+        yield
+    finally:
+        _thread.planning = before
+
+
 def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands for `_get_device_map` of transformers 4.50 and newer."""
     return _around(requests.from_transformers, installed, args, kwargs)
 
 
 def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands for accelerate's `infer_auto_device_map`.
+    """Stands for accelerate's `infer_auto_device_map`, under all of its names.
 
-    transformers 4.30-4.49 call it in `from_pretrained`, accelerate's own loader calls it elsewhere.
+    transformers 4.30-4.49 call it in `from_pretrained`; whoever else calls it asks for itself. A
+    planner that is looked after already calls it for a part of its answer.
     """
-    read = read_request if is_loading() else requests.from_accelerate
+    if _thread.planning:
+        return installed(*args, **kwargs)
+    model = args[0] if args else kwargs.get("model")
+    read = read_request if is_asking(model) else requests.from_accelerate
     return _around(read, installed, args, kwargs)
 
 
@@ -58,7 +82,8 @@ def _around(
     request = _read(read, installed, args, kwargs)
     leave_if_measuring(request)
     if request is None:
-        return installed(*args, **kwargs)
+        with _planning():
+            return installed(*args, **kwargs)
     device_map = _answer(request, installed, args, kwargs)
     if "explain" in features.on():
         _look_at(request, device_map, decided=read is not read_request)
@@ -85,7 +110,8 @@ def _answer(
 ) -> Any:
     """The installed planner's answer, or a better one; raises what it raises, explained."""
     try:
-        device_map = installed(*args, **kwargs)
+        with _planning():
+            device_map = installed(*args, **kwargs)
     except PLANNER_ERRORS as error:
         found, _ = _instead(request, error, None)
         if found is None:
@@ -123,9 +149,9 @@ def _accepted_without_backport(
     if "backport" not in features.on():
         return None
     try:
-        with features.without("backport"):
+        with features.without("backport"), _planning():
             return uncorrected(request, installed, args, kwargs)
-    except Exception:  # noqa: BLE001  # refused in any case: what was raised first is what the caller sees
+    except Exception:  # noqa: BLE001  # refused in any case: the first error is what is seen
         return None
 
 
@@ -143,7 +169,7 @@ def _without_backport(
     out is what came out without the shim.
     """
     try:
-        with features.without("backport"):
+        with features.without("backport"), _planning():
             device_map = uncorrected(request, installed, args, kwargs)
     except PLANNER_ERRORS as error:
         _explain(error, request, outcome)
@@ -162,7 +188,7 @@ def _read(
     try:
         return read(installed, args, kwargs)
     except Exception as error:  # noqa: BLE001  # the installed planner is on its own
-        log(logging.DEBUG, "request unread", error)
+        log(contained("request unread", error), "request unread", error)
         return None
 
 
@@ -175,7 +201,7 @@ def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
     try:
         return bool(overfull(request.units().loads(device_map), request.budgets()))
     except Exception as fault:  # noqa: BLE001  # the map stays as it is
-        log(logging.DEBUG, "loads unchecked", fault)
+        log(contained("loads unchecked", fault), "loads unchecked", fault)
         return False
 
 
@@ -197,7 +223,7 @@ def _instead(
             _announce(request, why or _short(error), outcome)
             return outcome.device_map, outcome
     except Exception as fault:  # noqa: BLE001  # the installed answer stays
-        level = logging.DEBUG if error is not None else logging.WARNING
+        level = logging.DEBUG if error is not None else contained("no exact placement", fault)
         log(level, "no exact placement", fault)
         return None, None
     remember(request, outcome, refused)

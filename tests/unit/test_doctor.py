@@ -17,7 +17,7 @@ from bnb_dispatch_fix.doctor import checks, surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
 from bnb_dispatch_fix.model import machine
 from bnb_dispatch_fix.patching import bystanders
-from bnb_dispatch_fix.patching.patches import Patch
+from bnb_dispatch_fix.patching.patches import Patch, PatchedFunction
 from bnb_dispatch_fix.startup import autoload
 from bnb_dispatch_fix.states import PatchStatus, Status
 
@@ -317,17 +317,23 @@ def patched(monkeypatch):
     monkeypatch.setitem(sys.modules, "late_library", late)
     monkeypatch.setitem(sys.modules, "not_a_module", 7)
     monkeypatch.setattr(bystanders, "_AT_HOME", (*bystanders._AT_HOME, __name__.partition(".")[0]))
-    patch = Patch(target, "plan", plan, lambda wrapped, args, kwargs: wrapped())
+    patch = Patch(target, "plan", PatchedFunction(plan, lambda wrapped, args, kwargs: wrapped()))
     patch.apply()
     return target, patch
 
 
 def test_modules_that_kept_the_old_function_are_named(patched):
-    assert bystanders.unpatched_references(status_of(seam())) == ("late_library.their_plan",)
+    assert bystanders.unpatched_references([seam()]) == ("late_library.their_plan",)
 
 
-def test_a_seam_that_only_watches_has_no_unpatched_references(patched):
-    assert bystanders.unpatched_references(status_of(seam(fixes=()))) == ()
+def test_a_seam_that_only_watches_is_missed_too(patched):
+    """A planner that was taken before is neither rescued nor explained there."""
+    assert bystanders.unpatched_references([seam(fixes=())]) == ("late_library.their_plan",)
+
+
+def test_nothing_is_named_where_nothing_is_patched(patched):
+    patched[1].undo()
+    assert bystanders.unpatched_references([seam()]) == ()
 
 
 def foreign(function, name="patcher_library"):
@@ -346,6 +352,7 @@ def test_other_patchers_above_and_below_are_named(patched):
     ((name, patcher),) = bystanders.other_patchers(status_of(seam()))
     assert name == "mod.plan"
     assert patcher.startswith("patcher_library (")
-    below = Patch(target, "plan", foreign(patch.original, "below"), patch.call)
+    wrapper = PatchedFunction(foreign(patch.original, "below"), lambda wrapped, args, kwargs: 0)
+    below = Patch(target, "plan", wrapper)
     below.apply()
     assert [p[1][:5] for p in bystanders.other_patchers(status_of(seam()))] == ["below"]

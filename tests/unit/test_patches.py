@@ -13,6 +13,7 @@ import wrapt
 
 from bnb_dispatch_fix.patching.patches import (
     Patch,
+    PatchedFunction,
     describe,
     found_at,
     home_of,
@@ -48,12 +49,16 @@ def owner():
     Model.load, Model.run = before["load"], before["run"]
 
 
+def patch_of(owner, attribute, original, handler, is_on=lambda: True):
+    return Patch(owner, attribute, PatchedFunction(original, handler, is_on))
+
+
 def backport(wrapped, args, kwargs):
     return ("ours", wrapped(*args, **kwargs))
 
 
 def test_apply_and_undo_restore_the_very_object(owner):
-    patch = Patch(owner, "plan", plan, backport)
+    patch = patch_of(owner, "plan", plan, backport)
     assert not patch.on_top()
     patch.apply()
     assert patch.on_top()
@@ -67,7 +72,7 @@ def test_a_class_method_and_a_method_are_restored_as_they_were_stored(owner):
     for attribute, call in (("load", lambda: Model.load("a")), ("run", lambda: Model().run(5))):
         stored = vars(Model)[attribute]
         without = call()
-        patch = Patch(Model, attribute, stored, backport)
+        patch = patch_of(Model, attribute, stored, backport)
         patch.apply()
         assert call() == ("ours", without)
         patch.undo()
@@ -77,7 +82,7 @@ def test_a_class_method_and_a_method_are_restored_as_they_were_stored(owner):
 
 def test_off_passes_through(owner):
     on = [False]
-    patch = Patch(owner, "plan", plan, backport, lambda: on[0])
+    patch = patch_of(owner, "plan", plan, backport, lambda: on[0])
     patch.apply()
     assert owner.plan(None) == "installed"
     on[0] = True
@@ -85,7 +90,7 @@ def test_off_passes_through(owner):
 
 
 def test_undo_leaves_what_somebody_else_put_on_top(owner):
-    patch = Patch(owner, "plan", plan, backport)
+    patch = patch_of(owner, "plan", plan, backport)
     patch.apply()
     theirs = owner.plan = functools.wraps(owner.plan)(lambda *args: "theirs")
     assert not patch.undo()
@@ -93,7 +98,7 @@ def test_undo_leaves_what_somebody_else_put_on_top(owner):
 
 
 def test_the_wrapper_looks_like_the_function(owner):
-    patch = Patch(owner, "plan", plan, backport)
+    patch = patch_of(owner, "plan", plan, backport)
     original = plan
     patch.apply()
     wrapper = patch.wrapper
@@ -106,9 +111,9 @@ def test_the_wrapper_looks_like_the_function(owner):
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_what_was_pickled_with_the_patch_loads_without_it(owner, protocol):
-    function = Patch(owner, "plan", plan, backport)
-    method = Patch(Model, "load", vars(Model)["load"], backport)
-    plain = Patch(Model, "run", vars(Model)["run"], backport)
+    function = patch_of(owner, "plan", plan, backport)
+    method = patch_of(Model, "load", vars(Model)["load"], backport)
+    plain = patch_of(Model, "run", vars(Model)["run"], backport)
     model = Model()
     for patch in (function, method, plain):
         patch.apply()
@@ -128,7 +133,7 @@ def test_what_was_pickled_with_the_patch_loads_without_it(owner, protocol):
 
 
 def test_a_class_method_of_a_subclass_pickles_as_the_subclass_s(owner):
-    patch = Patch(Model, "load", vars(Model)["load"], backport)
+    patch = patch_of(Model, "load", vars(Model)["load"], backport)
     patch.apply()
     assert pickle.loads(pickle.dumps(Sub.load))("a") == ("ours", ("Sub", "a"))
 
@@ -148,12 +153,12 @@ def test_locate_and_found_at():
 
 
 def test_original_of_goes_through_our_wrappers_only(owner):
-    lower = Patch(owner, "plan", plan, backport)
-    upper = Patch(owner, "plan", lower.wrapper, backport)
+    lower = patch_of(owner, "plan", plan, backport)
+    upper = patch_of(owner, "plan", lower.wrapper, backport)
     theirs = functools.wraps(plan)(lambda *args: "theirs")
     assert original_of(upper.wrapper) is plan
     assert original_of(theirs) is theirs
-    assert original_of(Patch(owner, "plan", theirs, backport).wrapper) is theirs
+    assert original_of(patch_of(owner, "plan", theirs, backport).wrapper) is theirs
 
 
 def by_wrapt(function):
@@ -183,7 +188,7 @@ WRAPPERS = [by_wrapt, by_functools, by_closure]
 @pytest.mark.parametrize("upper", WRAPPERS)
 @pytest.mark.parametrize("lower", WRAPPERS)
 def test_a_wrapper_over_ours_is_seen_through_two_levels(owner, upper, lower):
-    patch, other = (Patch(owner, "plan", plan, backport) for _ in range(2))
+    patch, other = (patch_of(owner, "plan", plan, backport) for _ in range(2))
     over = upper(lower(patch.wrapper))
     assert wraps_ours(over, patch)
     assert not wraps_ours(over, other)
@@ -191,7 +196,7 @@ def test_a_wrapper_over_ours_is_seen_through_two_levels(owner, upper, lower):
 
 
 def test_a_chain_that_leads_back_to_itself_ends(owner):
-    patch = Patch(owner, "plan", plan, backport)
+    patch = patch_of(owner, "plan", plan, backport)
     first, second = by_closure(plan), by_closure(plan)
     first.__wrapped__, second.__wrapped__ = second, first
     assert not wraps_ours(first, patch)
