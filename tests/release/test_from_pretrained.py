@@ -91,6 +91,8 @@ def test_status_names_what_was_missing(runs, missing_fixes):
     status = runs["first"][FIRST.index("status")]
     balanced = [p for p in status["patches"] if p["attribute"] == "get_balanced_memory"]
     patched = [p for p in balanced if p["module"].startswith("transformers.")]
+    # Its adapters are placed by accelerate's function, which no release has fixed.
+    patched = [p for p in patched if p["module"] != "transformers.integrations.peft"]
     assert patched
     for patch in patched:
         assert patch["state"] == ("applied" if missing_fixes else "already-fixed")
