@@ -64,6 +64,7 @@ class Switchboard:
         self._undone: Dict[str, Patch] = {}
         self._failures: Dict[str, str] = {}
         self._announced: Set[Tuple[str, str]] = set()
+        self._warned: Set[Tuple[str, str]] = set()
         self._made = 0
         self._holders: Tuple[str, ...] = ()
         self._matrix: Optional[Matrix] = None
@@ -175,7 +176,7 @@ class Switchboard:
                     self._patch(seam, module)
             except Exception as error:  # noqa: BLE001  # one patch that fails leaves the others
                 self._failures[seam.id] = one_line(error)
-                log(logging.WARNING, "not patched", *_names(seam), self._failures[seam.id])
+                self._warn(seam, self._failures[seam.id])
 
     def _patch(self, seam: Seam, module: Any) -> None:
         owner, attribute = locate(module, seam.attribute)
@@ -189,7 +190,7 @@ class Switchboard:
         verdict = judge(seam, self._load(), original)
         if verdict.state != "applied":
             if verdict.lacks and patch is None and not _is_stand_in(module, found):
-                log(logging.WARNING, "not patched", *_names(seam), verdict.reason)
+                self._warn(seam, verdict.reason)
             return
         with self._lock:
             if not _on(seam):
@@ -248,6 +249,12 @@ class Switchboard:
         level = logging.DEBUG if key in self._announced else logging.INFO
         self._announced.add(key)
         log(level, "patched", *_names(seam), reason)
+
+    def _warn(self, seam: Seam, reason: str) -> None:
+        """One WARNING for each reason why a seam is not patched."""
+        level = logging.DEBUG if (seam.id, reason) in self._warned else logging.WARNING
+        self._warned.add((seam.id, reason))
+        log(level, "not patched", *_names(seam), reason)
 
     def _raise_if_incomplete(self) -> None:
         found = self.status()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -103,6 +104,15 @@ def shim_folder() -> Path:
         "implementations": {SEAM["implementation"]: [body]},
     }
     (copy / "compat_matrix.yaml").write_text(yaml.safe_dump(matrix), encoding="utf-8")
+    return folder
+
+
+def shim_with(folder: Path, seams: list[dict[str, Any]]) -> Path:
+    """A copy of the shim of `shim_folder` in a folder of its own, with these seams."""
+    shutil.copytree(str(shim_folder() / "bnb_dispatch_fix"), str(folder / "bnb_dispatch_fix"))
+    path = folder / "bnb_dispatch_fix" / "compat_matrix.yaml"
+    matrix = {**yaml.safe_load(path.read_text("utf-8")), "seams": seams}
+    path.write_text(json.dumps(matrix), encoding="utf-8")  # YAML would have aliases
     return folder
 
 

@@ -203,3 +203,115 @@ class TestShadows:
             f"{SHIM}\nimport transformers, sys\nprint('bnb_dispatch_fix.activation' in sys.modules)"
         )
         assert run_python(code, tmp_path) == ["False"]
+
+
+#: Ctrl-C at a place that is reached while the shim activates, once.
+INTERRUPT = """
+import builtins, importlib, sys
+def interrupted(owner, name, kind=KeyboardInterrupt):
+    function = getattr(owner, name)
+    left = [kind("Ctrl-C")]
+    def once(*args, **kwargs):
+        if left:
+            raise left.pop()
+        return function(*args, **kwargs)
+    setattr(owner, name, once)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "bnb_dispatch_fix." + PLACE:
+            sys.meta_path.remove(self)
+            raise KIND("Ctrl-C")
+
+def cell(code):
+    try:
+        exec(compile(code, "cell", "exec"), globals())
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(type(error).__name__)
+"""
+PLACES = ["activation", "patching.matrix", "patching.patches", "wrappers.planners", "wording"]
+
+
+class TestInterrupts:
+    """Ctrl-C in a notebook cell while the shim activates; the cell is run again."""
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("kind", ["KeyboardInterrupt", "SystemExit"])
+    @pytest.mark.parametrize("first", [SHIM, "import transformers"])
+    def test_while_it_is_imported(self, tmp_path, place, kind, first):
+        folder = fake_packages(tmp_path)
+        write_files(folder, {"transformers/other.py": ""})
+        second = "import transformers, transformers.other" if first == SHIM else SHIM
+        code = f"""
+{INTERRUPT}
+PLACE, KIND = {place!r}, {kind}
+cell({first!r})
+sys.meta_path.insert(0, Finder())
+cell({second!r})
+cell({second!r})
+import bnb_dispatch_fix
+{PLAN}
+{CHECK}
+"""
+        assert run_python(code, folder) == [kind, APPLIED]
+
+    @pytest.mark.parametrize(
+        "place", ["_load", "_patch_module", "_patch", "_announce", "_wrapper_of", "_name_holders"]
+    )
+    @pytest.mark.parametrize("order", ["shim", "target"])
+    def test_while_it_patches(self, tmp_path, place, order):
+        folder = fake_packages(tmp_path)
+        target = f"import {TARGETS[1].partition(' ')[2]}"
+        start = [target, "import bnb_dispatch_fix"] if order == "target" else []
+        if order == "shim" and place == "_name_holders":
+            pytest.skip("nobody can hold a function that is not imported")
+        code = f"""
+{INTERRUPT}
+import os
+os.environ["BNB_DISPATCH_FIX"] = "off"
+import bnb_dispatch_fix.activation
+from bnb_dispatch_fix import activation
+del os.environ["BNB_DISPATCH_FIX"]
+if {order!r} == "target":
+    {target}
+interrupted(activation._board, {place!r})
+bnb_dispatch_fix._board = activation._board
+if {order!r} == "target":
+    cell("bnb_dispatch_fix._start()")
+    cell("bnb_dispatch_fix._start()")
+else:
+    cell("bnb_dispatch_fix._start()")
+    cell({target!r})
+    cell({target!r})
+{PLAN}
+{CHECK}
+"""
+        assert run_python(code, folder) == ["KeyboardInterrupt", APPLIED]
+
+    def test_of_activate_itself_the_next_import_does_what_was_asked_for(self, tmp_path):
+        folder = fake_packages(tmp_path)
+        code = f"""
+{INTERRUPT}
+{SHIM}
+from bnb_dispatch_fix import activation
+interrupted(activation._board, "_load")
+activation.activate = activation._board.activate
+cell("bnb_dispatch_fix.activate(['backport'])")
+{PLAN}
+import transformers
+print(bnb_dispatch_fix.status().features)
+{CHECK}
+"""
+        assert run_python(code, folder) == ["KeyboardInterrupt", "('backport',)", APPLIED]
+
+    def test_an_unknown_feature_leaves_it_waiting(self, tmp_path):
+        code = f"""
+{SHIM}
+try:
+    bnb_dispatch_fix.activate(["backprot"])
+except ValueError:
+    pass
+{PLAN}
+{CHECK}
+"""
+        assert run_python(code, fake_packages(tmp_path)) == [APPLIED]
