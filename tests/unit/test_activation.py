@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
-from fakes import BACKPORTED, PLAN, fake_packages, finished_python, run_python, write_files
+from fakes import (
+    BACKPORTED,
+    PLAN,
+    SEAM,
+    fake_packages,
+    finished_python,
+    run_python,
+    shim_with,
+    write_files,
+)
 
 SHIM = "import bnb_dispatch_fix"
 TARGETS = [
@@ -171,6 +181,120 @@ except ValueError as error:
     assert "backprot is unknown" in line
 
 
+class TestStrict:
+    STRICT = """
+try:
+    bnb_dispatch_fix.activate(strict=True)
+    print("complete")
+except RuntimeError as error:
+    print(error)
+"""
+
+    def test_what_is_not_imported_yet_is_no_failure(self, tmp_path):
+        folder = fake_packages(tmp_path)
+        write_files(folder, METADATA)
+        lines = run_python(program(self.STRICT, "print(state()[0][0])", CHECK), folder)
+        assert lines == ["complete", "pending", APPLIED]
+
+    def test_what_is_imported_and_not_patched_is(self, tmp_path):
+        """Whatever kept it from being patched."""
+        folder = fake_packages(tmp_path)
+        steps = """
+from bnb_dispatch_fix import activation
+activation._board._patch = lambda seam, module: None
+import transformers.integrations.accelerate
+"""
+        [line] = run_python(program(steps, self.STRICT), folder)
+        assert line.startswith(
+            "transformers.integrations.accelerate.get_balanced_memory is pending"
+        )
+
+    def test_a_release_that_is_too_old_is(self, tmp_path):
+        folder = fake_packages(tmp_path)
+        write_files(folder, {"transformers/__init__.py": '__version__ = "4.29.2"'})
+        [line] = run_python(program("import transformers", self.STRICT), folder)
+        assert "transformers 4.29.2 is not covered; expected >=5" in line
+
+
+class TestVersions:
+    """Absence that is to be expected is a state, not a warning; the code decides about the rest."""
+
+    @pytest.mark.parametrize(
+        "version, state, words",
+        [
+            ("'5.12.1+cu121'", "applied", "transformers 5.12.1+cu121 lacks #47203, #47211"),
+            ("'5.12.0.dev0'", "applied", "transformers 5.12.0.dev0 lacks #47203, #47211"),
+            ("'unknown'", "applied", "transformers of version 'unknown' lacks #47203, #47211"),
+            ("''", "applied", "transformers of version '' lacks #47203, #47211"),
+            ("None", "applied", "transformers of unknown version lacks #47203, #47211"),
+            ("object()", "applied", "transformers of unknown version lacks #47203, #47211"),
+            ("'4.29.2'", "skipped", "4.29.2 is not covered; expected >=5; nothing is patched"),
+        ],
+    )
+    def test_one_clear_line(self, tmp_path, version, state, words):
+        folder = fake_packages(tmp_path)
+        write_files(folder, {"transformers/__init__.py": f"__version__ = {version}"})
+        [line] = run_python(program("plan()", "print(*state()[0], sep='|')"), folder)
+        assert line.startswith(f"{state}|")
+        assert words in line
+
+    @pytest.mark.parametrize("version", ["unknown", "", "5.x", "5.12.1.post"])
+    def test_a_version_that_nobody_can_read_is_not_taken_for_a_fixed_one(self, tmp_path, version):
+        folder = fake_packages(tmp_path)
+        name = "transformers-5.12.1.dist-info/METADATA"
+        write_files(folder, {name: f"Name: transformers\nVersion: {version}"})
+        steps = "print(bnb_dispatch_fix.status().complete, len(state()))"
+        assert run_python(program(steps, CHECK), folder) == ["False 1", APPLIED]
+
+    @pytest.mark.parametrize(
+        "order", [("import transformers", SHIM), (SHIM, "import transformers")]
+    )
+    def test_nothing_is_touched_where_one_of_both_is_too_old(self, tmp_path, order):
+        """The other would take what is patched in this one, and be patched in half."""
+        fake_packages(tmp_path)
+        write_files(
+            tmp_path,
+            {
+                "accelerate/__init__.py": '__version__ = "0.19.0"',
+                "accelerate/utils.py": "def get_balanced_memory(): pass",
+            },
+        )
+        older = {"id": "other", "package": "accelerate", "versions": ">=0.20.0.dev0"}
+        shim_with(tmp_path, [SEAM, {**SEAM, **older, "module": "accelerate.utils"}])
+        steps = [*order, "import accelerate.utils", PLAN, "print(plan(), state())"]
+        finished = finished_python("-c", "\n".join(steps), cwd=tmp_path)
+        reason = "accelerate 0.19.0 is not covered; expected >=0.20.0; nothing is patched"
+        assert finished.stdout == f"installed {[('skipped', reason)] * 2}\n", finished.stderr
+        assert finished.stderr == ""
+
+    def test_no_accelerate_where_transformers_would_take_a_function_of_it(self, tmp_path):
+        fake_packages(tmp_path)
+        shutil.rmtree(str(tmp_path / "accelerate"))
+        taken = {"id": "taken", "attribute": "dispatch_model"}
+        taken["implementation"] = "accelerate.dispatch_model"
+        shim_with(tmp_path, [SEAM, {**SEAM, **taken, "fixes": [4083]}])
+        code = program("plan()", "print(*state()[1], bnb_dispatch_fix.status().complete)")
+        finished = finished_python("-c", code, cwd=tmp_path)
+        where = "transformers.integrations.accelerate has no dispatch_model"
+        assert finished.stdout == f"skipped {where}: accelerate is not installed True\n"
+        assert finished.stderr == ""
+
+    def test_a_stand_in_for_transformers(self, tmp_path):
+        """As the builders of documentation make it: modules by hand, with nothing in them."""
+        write_files(tmp_path, METADATA)
+        code = f"""
+import sys, types
+for name in ("transformers", "transformers.integrations", "transformers.integrations.accelerate"):
+    sys.modules[name] = types.ModuleType(name)
+{SHIM}
+{PLAN}
+print(state())
+"""
+        [line] = run_python(code, tmp_path)
+        assert "skipped" in line
+        assert "has no get_balanced_memory" in line
+
+
 class TestShadows:
     """A local file or folder called transformers: nothing breaks, and the state says what it is."""
 
@@ -256,37 +380,31 @@ import bnb_dispatch_fix
         assert run_python(code, folder) == [kind, APPLIED]
 
     @pytest.mark.parametrize(
-        "place", ["_load", "_patch_module", "_patch", "_announce", "_wrapper_of", "_name_holders"]
+        "order, place",
+        [
+            *itertools.product(
+                ["shim", "target"], ["_load", "_patch_module", "_patch", "_announce", "_wrapper_of"]
+            ),
+            ("target", "_name_holders"),
+        ],
     )
-    @pytest.mark.parametrize("order", ["shim", "target"])
-    def test_while_it_patches(self, tmp_path, place, order):
-        folder = fake_packages(tmp_path)
-        target = f"import {TARGETS[1].partition(' ')[2]}"
-        start = [target, "import bnb_dispatch_fix"] if order == "target" else []
-        if order == "shim" and place == "_name_holders":
-            pytest.skip("nobody can hold a function that is not imported")
+    def test_while_it_patches(self, tmp_path, order, place):
+        start, target = "bnb_dispatch_fix._start()", TARGETS[1]
+        first, second = (start, target) if order == "shim" else (target, start)
         code = f"""
 {INTERRUPT}
 import os
 os.environ["BNB_DISPATCH_FIX"] = "off"
-import bnb_dispatch_fix.activation
+import bnb_dispatch_fix
 from bnb_dispatch_fix import activation
 del os.environ["BNB_DISPATCH_FIX"]
-if {order!r} == "target":
-    {target}
 interrupted(activation._board, {place!r})
-bnb_dispatch_fix._board = activation._board
-if {order!r} == "target":
-    cell("bnb_dispatch_fix._start()")
-    cell("bnb_dispatch_fix._start()")
-else:
-    cell("bnb_dispatch_fix._start()")
-    cell({target!r})
-    cell({target!r})
+for code in ({first!r}, {second!r}, {second!r}):
+    cell(code)
 {PLAN}
 {CHECK}
 """
-        assert run_python(code, folder) == ["KeyboardInterrupt", APPLIED]
+        assert run_python(code, fake_packages(tmp_path)) == ["KeyboardInterrupt", APPLIED]
 
     def test_of_activate_itself_the_next_import_does_what_was_asked_for(self, tmp_path):
         folder = fake_packages(tmp_path)
@@ -295,7 +413,6 @@ else:
 {SHIM}
 from bnb_dispatch_fix import activation
 interrupted(activation._board, "_load")
-activation.activate = activation._board.activate
 cell("bnb_dispatch_fix.activate(['backport'])")
 {PLAN}
 import transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from fakes import PLAN, fake_packages, finished_python, run_python, shim_folder, write_files
 
+from bnb_dispatch_fix import states
 from bnb_dispatch_fix.patching import matrix as compat
 
 SHIM = "import bnb_dispatch_fix\n" + PLAN
@@ -311,6 +313,106 @@ print(state()[0][0])
         finished = finished_python("-c", SHIM + "print(plan(), state()[0][0])", cwd=shim)
         assert finished.stdout == "installed applied\n", finished.stderr
         assert "the installed function answered instead" in finished.stderr
+
+
+class TestSparedTheCaller:
+    """A fault of ours that costs nobody a load: one WARNING of a kind, and the status has it."""
+
+    LOOKED_AFTER = """
+def get_max_memory(max_memory=None):
+    return dict(max_memory)
+
+def _get_device_map(model, device_map, max_memory, hf_quantizer):
+    return {"": device_map}
+"""
+    CALLS = """
+import transformers.integrations.accelerate as planner
+for _ in range(3):
+    print(planner._get_device_map(None, "auto", None, None))
+print(bnb_dispatch_fix.status().patches[0].state)
+print(bnb_dispatch_fix.status().patches[0].reason)
+"""
+
+    @pytest.fixture
+    def looked_after(self, shim):
+        write_files(shim, {"transformers/integrations/accelerate.py": self.LOOKED_AFTER})
+        name = {"attribute": "_get_device_map", "implementation": "transformers._get_device_map"}
+        damaged(shim, seam(features=["rescue", "explain"], fixes=[], **name))
+        return shim
+
+    def test_a_request_that_cannot_be_read(self, looked_after):
+        finished = finished_python("-c", SHIM + self.CALLS, cwd=looked_after)
+        assert finished.stdout.splitlines()[:4] == ["{'': 'auto'}"] * 3 + ["applied"]
+        reason = finished.stdout.splitlines()[4]
+        assert "last went wrong: request unread: AttributeError: 'NoneType' object" in reason
+        [line] = finished.stderr.splitlines()
+        assert "AttributeError(\"'NoneType' object" in line
+
+    def test_nothing_went_wrong_where_nothing_did(self, looked_after):
+        calls = self.CALLS.replace('"auto"', '"cpu"')
+        finished = finished_python("-c", SHIM + calls, cwd=looked_after)
+        assert "went wrong" not in finished.stdout
+        assert finished.stderr == ""
+
+    def test_it_stands_at_the_seam_where_it_was_with_the_last_of_its_kind(self):
+        with states.at("here"):
+            assert states.contained("one", KeyError("first")) == logging.WARNING
+            with states.at("inside"):
+                assert states.contained("one", KeyError("other")) == logging.WARNING
+            assert states.contained("one", ValueError("a\nb")) == logging.DEBUG
+            assert states.contained("two", KeyError("c")) == logging.WARNING
+            assert states.contained("one", ValueError("a\nb")) == logging.DEBUG
+        assert states.last_fault("here") == "one: ValueError: a b"
+        assert states.last_fault("inside") == "one: KeyError: 'other'"
+        assert states.last_fault("elsewhere") is None
+
+
+class TestLoaders:
+    """Modules that a loader compiles under a name of its own: out of an archive, the network."""
+
+    FINDER = """
+import importlib.abc, importlib.machinery, sys
+class Loader(importlib.abc.InspectLoader):
+    def __init__(self, path): self.path = path
+    def get_source(self, name):
+        if not SHOWS_SOURCE: raise ImportError("no source here")
+        return open(self.path).read()
+    def get_code(self, name): return compile(open(self.path).read(), NAME, "exec")
+    def is_package(self, name): return False
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "transformers.integrations.accelerate":
+            place = path[0] + "/accelerate.py"
+            spec = importlib.machinery.ModuleSpec(name, Loader(place), origin=place)
+            spec.has_location = True
+            return spec
+sys.meta_path.insert(0, Finder())
+"""
+
+    @pytest.mark.parametrize("order", ["shim", "target"])
+    @pytest.mark.parametrize("name", ["archive/accelerate.py", "<network>/accelerate.py"])
+    def test_are_judged_by_their_source(self, shim, name, order):
+        lines = self.run(shim, name, order, True)
+        judged = "[('applied', 'transformers 5.12.1 lacks #47203, #47211')]"
+        assert lines == ["{0: 100, 1: 1000}", judged]
+
+    @pytest.mark.parametrize("order", ["shim", "target"])
+    def test_without_source_are_judged_by_behaviour(self, shim, order):
+        """Not taken for somebody's patch; without torch nothing can be told, and it says that."""
+        answer, state = self.run(shim, "<network>/accelerate.py", order, False)
+        assert answer == "installed"
+        assert state.startswith("[('skipped', ")
+        assert "unknown source in transformers.integrations.accelerate.get_balanced_memory" in state
+        assert "and a toy model could not tell" in state
+        assert "would be lost" not in state
+
+    def run(self, shim, name, order, shows_source):
+        start = SHIM if order == "shim" else "import transformers.integrations.accelerate\n" + SHIM
+        code = f"SHOWS_SOURCE, NAME = {shows_source}, {name!r}\n{self.FINDER}\n"
+        code += f"import logging; logging.disable()\n{start}\nprint(plan())\nprint(state())"
+        finished = finished_python("-c", code, cwd=shim)
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout.splitlines()
 
 
 class TestLogging:

@@ -1,4 +1,4 @@
-"""One function under many names: one wrapper, in every order of importing, reloading and copying."""
+"""One function under many names: one wrapper, however it is imported, reloaded and copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def names():
     return [vars(sys.modules[name])["get_balanced_memory"] for name in {MODULES}]
 def look():
     found = names()
-    print(len(set(map(id, found))), type(found[0]).__name__, sorted({{s for s, _ in state()}}), plan())
+    states = sorted({{s for s, _ in state()}})
+    print(len(set(map(id, found))), type(found[0]).__name__, states, plan())
 """
 ONE = f"1 PatchedFunction ['applied'] {BACKPORTED}"
 RAW = "1 function ['disabled'] installed"
