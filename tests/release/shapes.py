@@ -7,6 +7,7 @@ asks the shim for a size.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import math
@@ -157,12 +158,13 @@ def quantizer(config=None, pre_quantized=True):
     return found
 
 
-def build(shape, linear=None):
-    """The model on the meta device, in fp16, converted to 4-bit."""
+def build(shape, linear=None, double=False):
+    """The model on the meta device, in fp16, converted to 4-bit; `double` quantizes the scales."""
     import bitsandbytes
 
+    four_bit = functools.partial(bitsandbytes.nn.Linear4bit, compress_statistics=double)
     with in_fp16(), on_meta():
-        model = ShapeModel(config_of(shape), linear or bitsandbytes.nn.Linear4bit)
+        model = ShapeModel(config_of(shape), linear or four_bit)
     if shape.tied and TRANSFORMERS.major < 5:
         model.head.weight = model.embed.weight  # 5.x ties what is declared, after planning
     return model
@@ -178,25 +180,31 @@ def in_fp16():
         torch.set_default_dtype(before)
 
 
-def plan(shape, strategy, max_memory, **changes):
-    """What the installed release does with a 4-bit model of this shape on simulated GPUs."""
+def plan(shape, strategy, max_memory, free=None, **changes):
+    """What the installed release does with a 4-bit model of this shape on simulated GPUs.
+
+    `free` is what these report as free, for calls without `max_memory` (bytes).
+    """
     if HAS_PLANNER:
         using = quantizer(quantization(**changes))
-        return call_planner(build(shape), strategy, max_memory, using)
+        model = build(shape, double=changes.get("bnb_4bit_use_double_quant", False))
+        return call_planner(model, strategy, max_memory, using, free)
     load = ShapeModel.from_pretrained
     options = {"torch_dtype": torch.float16, "quantization_config": quantization(**changes)}
     given = None if max_memory is None else dict(max_memory)
     with checkpoint(shape) as folder:
-        return outcome_of(lambda: load(folder, device_map=strategy, max_memory=given, **options))
+        return outcome_of(
+            lambda: load(folder, device_map=strategy, max_memory=given, **options), free
+        )
 
 
-def call_planner(model, strategy, max_memory, using):
+def call_planner(model, strategy, max_memory, using, free=None):
     """`_get_device_map`, called as `from_pretrained` of this release calls it."""
     from transformers.modeling_utils import _get_device_map
 
     tail = {4: (torch.float16, None), 5: ()}[TRANSFORMERS.major]
     given = None if max_memory is None else dict(max_memory)
-    with simulated_gpus():
+    with simulated_gpus(free):
         try:
             return Outcome(_get_device_map(model, strategy, given, using, *tail), None)
         except Exception as error:  # noqa: BLE001  # any error is the outcome
