@@ -27,13 +27,13 @@ TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {
     *("python", "torch", "bounds", "ci", "deep", "quantizers"),
-    *("demo", "expected", "bench", "true_sizes", "overrides", "environment"),
+    *("demo", "expected", "bench", "true_sizes", "fuzz", "overrides", "environment"),
 }
 
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = (
     *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
-    *("accelerate_callers", "kinds"),
+    *("accelerate_callers", "kinds", "budgets", "old_torch"),
 )
 #: Rows with `torch: false`: its planners cannot be imported.
 WITHOUT_TORCH = ("status", "probe", "without_torch")
@@ -261,6 +261,17 @@ def refresh(session: nox.Session) -> None:
 def audit(session: nox.Session) -> None:
     """Fail where compat_matrix.yaml is not what the released wheels say; name new releases."""
     recognise(session, "--audit", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("python,row", cells([row for row in ROWS if row.get("fuzz")]))
+def fuzz(session: nox.Session, row: Row) -> None:
+    """Random loads with and without the shim; fails where one is lost. Takes minutes to an hour.
+
+    `nox -s fuzz -- --plans 1000 --seed 7` for fewer, or others.
+    """
+    install_row(session, row)
+    session.run("python", "tests/fuzz/loads.py", *(session.posargs or ["--plans", "25000"]))
 
 
 @nox.session

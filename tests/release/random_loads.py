@@ -98,14 +98,13 @@ def random_loads(draw, count):
         shape = random_shape(draw)
         total = sum(shape.sizes.values())
         kind = draw.random()
-        free = free_memory(draw, total) if kind < 0.25 else None
-        given = (
-            None
-            if free
-            else odd_budgets(draw, total)
-            if kind < 0.35
-            else random_budgets(draw, total)
-        )
+        free = given = None
+        if kind < 0.25:
+            free = free_memory(draw, total)
+        elif kind < 0.35:
+            given = odd_budgets(draw, total)
+        else:
+            given = random_budgets(draw, total)
         double = draw.random() < 0.5
         for strategy in STRATEGIES[:count]:
             yield Load(shape, strategy, given, free, double)
