@@ -67,6 +67,7 @@ LINES: Mapping[str, str] = {
     ),
     # WARNING for the first at a seam, then DEBUG
     "request unread": "a planner's call is left alone: %r",
+    "plan unread": "a device map is left as it is, unexamined: %r",
     "loads unchecked": "the loads of a device map were not checked: %r",
     "unexplained": "an error is left unexplained: %r",
     "holders unsearched": "nobody looked who else holds the patched functions: %r",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Mapping
 
+from bnb_dispatch_fix.model.load import say_later
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import offloads, overfilled
 from bnb_dispatch_fix.placement.records import Device
@@ -16,17 +17,20 @@ def warn(request: Request, device_map: Mapping[str, Device], decided: bool = Tru
 
     The release counts less than is stored: transformers 4.x what is not quantized, every release
     bitsandbytes' scales. A map with parts on the CPU is not yet accepted where that is not
-    `decided`: `from_pretrained` asks again when it has loaded.
+    `decided`: then it is said when `from_pretrained` has loaded.
     """
     try:
-        if not decided and offloads(device_map):
-            return
         found = overfilled(request, device_map)
-        if found:
-            devices = ", ".join(
-                f"{device_name(device)}: {amount(load)} of {amount(budget)}"
-                for device, (load, budget) in found.items()
-            )
-            log(logging.WARNING, "overfilled", f"device_map={request.strategy!r}", devices)
+        if not found:
+            return
+        devices = ", ".join(
+            f"{device_name(device)}: {amount(load)} of {amount(budget)}"
+            for device, (load, budget) in found.items()
+        )
+        asked = f"device_map={request.strategy!r}" if request.strategy else "accelerate's planner"
+        if not decided and offloads(device_map):
+            say_later("overfilled", asked, devices)
+        else:
+            log(logging.WARNING, "overfilled", asked, devices)
     except Exception as fault:  # noqa: BLE001  # no load is lost to a note
         log(logging.DEBUG, "loads unchecked", fault)

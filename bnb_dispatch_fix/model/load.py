@@ -27,7 +27,7 @@ class Load:
     `model_class` is the class it was called on, None where that is not known.
     `max_memory` is None where it was not given; `arguments` are all that were named, `call` takes
     others in their place (see `measured`); `outcome` is the exact search's, None where nobody
-    looked.
+    looked; `later` are log lines that are due once the release has accepted the plan.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Load:
         self.request: Optional[Request] = None
         self.outcome: Any = None
         self.planned: Any = None
+        self.later: List[Tuple[str, ...]] = []
 
     @property
     def strategy(self) -> Optional[str]:
@@ -116,6 +117,12 @@ def remember(request: Request, outcome: Any, planned: Any) -> None:
         load.request, load.outcome, load.planned = request, outcome, planned
 
 
+def say_later(line: str, *arguments: str) -> None:
+    """Have a line of `wording.LINES` logged once the running `from_pretrained` has loaded."""
+    if _loads.running:
+        _loads.running[-1].later.append((line, *arguments))
+
+
 def measured(load: Load) -> Optional[Request]:
     """The request that this load would make with device_map="auto"; None where it makes none.
 
@@ -184,9 +191,10 @@ def uncorrected(
     have balanced before they call theirs, so that is done again. Raises what is raised.
     """
     given = inspect.signature(installed).bind(*args, **kwargs).arguments
-    if "device_map" in given or request.strategy in ("", "sequential"):
+    balance = installed.__globals__.get("get_balanced_memory")
+    if balance is None or "device_map" in given or request.strategy in ("", "sequential"):
         return installed(*args, **kwargs)
-    caps = installed.__globals__["get_balanced_memory"](
+    caps = balance(
         given["model"],
         copied(request.max_memory),
         given.get("no_split_module_classes"),

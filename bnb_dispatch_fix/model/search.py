@@ -32,7 +32,7 @@ def search(request: Request) -> Outcome:
     """Search a placement on the accelerators within the caller's own budgets.
 
     Sizes are those the release counts, for nothing that it would accept may be refused; a
-    placement with room for what is stored beside them is preferred (see `_roomy`).
+    placement with room for what is stored beside them is preferred (see `_with_scales`).
     Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
     """
     budgets = request.budgets()
@@ -41,32 +41,36 @@ def search(request: Request) -> Outcome:
     fill_last = device_order(usable)[0] if low_zero else None
     for left_out in [(), request.no_placement] if request.no_placement else [()]:
         units = request.units(left_out)
-        result = _roomy(units, budgets, fill_last) or pack(units.units, usable, fill_last=fill_last)
+        result = pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):
+            result = _with_scales(result, units, budgets, fill_last)
             return Outcome(result, units, budgets, units.device_map(result.devices))
     return Outcome(result, units, budgets, None)
 
 
-def _roomy(units: Units, budgets: Budgets, fill_last: Optional[Device]) -> Optional[Placement]:
-    """A placement that has room for bitsandbytes' scales too; None where none was found.
+def _with_scales(
+    placed: Placement, units: Units, budgets: Budgets, fill_last: Optional[Device]
+) -> Placement:
+    """A placement with room for bitsandbytes' scales too; the one given where none was found.
 
-    Within the usable budgets, or at least within the caller's: what the quantizer leaves of these
-    is meant for its scales.
+    Counted with them it is within the caller's budgets, counted as the release does within what
+    the quantizer leaves of these: the rest is meant for the scales.
     """
     stored = units.stored()
-    usable = budgets.accelerators
-    if stored is units:
-        return None
-    given = {device: budgets.given[device] for device in usable}
-    for room in (usable, given) if given != usable else (usable,):
-        if stored.total > sum(room.values()):
-            continue
+    given = {device: budgets.given[device] for device in budgets.accelerators}
+
+    def fits(found: Placement) -> bool:
+        device_map = units.device_map(found.devices)
+        full = {d: load for d, load in stored.loads(device_map).items() if load > given.get(d, -1)}
+        return not full and not overfull(units.loads(device_map), budgets)
+
+    if stored is units or fits(placed):
+        return placed
+    for room in (given, budgets.accelerators):
         found = pack(stored.units, room, fill_last=fill_last)
-        if isinstance(found, Placement) and not overfull(
-            units.loads(units.device_map(found.devices)), budgets
-        ):
+        if isinstance(found, Placement) and fits(found):
             return found
-    return None
+    return placed
 
 
 def overfilled(request: Request, device_map: Mapping[str, Device]) -> Dict[Device, Tuple[int, int]]:

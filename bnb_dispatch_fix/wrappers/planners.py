@@ -23,6 +23,7 @@ from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.states import contained
 from bnb_dispatch_fix.wording import gib, log, one_line
+from bnb_dispatch_fix.wrappers.contained import contained
 
 #: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
 #: KeyError for device ids with gaps under balanced_low_0, ValueError for a no-split class
@@ -85,13 +86,15 @@ def _around(
         with _planning():
             return installed(*args, **kwargs)
     device_map = _answer(request, installed, args, kwargs)
-    if "explain" in features.on():
+    with contained("plan unread"):
         _look_at(request, device_map, decided=read is not read_request)
     return device_map
 
 
 def _look_at(request: Request, device_map: Any, decided: bool) -> None:
     """Warn of an odd plan that is accepted; `decided`: the release will not refuse it later."""
+    if "explain" not in features.on():
+        return
     if all_on_host(device_map):
         from bnb_dispatch_fix.explain import whole_model  # needed for an odd plan only
 
@@ -120,18 +123,26 @@ def _answer(
             raise
         return found
     remember(request, None, device_map)
-    if not (request.refuses_offload and isinstance(device_map, Mapping)):
-        return device_map
-    if offloads(device_map):
-        why = "modules on the CPU"
-    elif not request.counts_true_sizes and _overfills(request, device_map):
-        why = "more on a device than its budget, as not every module counted in its own dtype"
-    else:
+    why = None
+    with contained("plan unread"):
+        why = _wrong_with(request, device_map)
+    if why is None:
         return device_map
     found, outcome = _instead(request, None, why, device_map)
     if found is None and "backport" in features.on():
         return _without_backport(request, outcome, installed, args, kwargs)
     return device_map if found is None else found
+
+
+def _wrong_with(request: Request, device_map: Any) -> Optional[str]:
+    """Why a map will be refused, or should be; None where nothing is wrong with it."""
+    if not (request.refuses_offload and isinstance(device_map, Mapping)):
+        return None
+    if offloads(device_map):
+        return "modules on the CPU"
+    if not request.counts_true_sizes and _overfills(request, device_map):
+        return "more on a device than its budget, as not every module counted in its own dtype"
+    return None
 
 
 def _accepted_without_backport(
@@ -171,7 +182,7 @@ def _without_backport(
     try:
         with features.without("backport"), _planning():
             device_map = uncorrected(request, installed, args, kwargs)
-    except PLANNER_ERRORS as error:
+    except Exception as error:
         _explain(error, request, outcome)
         raise
     remember(request, outcome, device_map)
@@ -233,10 +244,11 @@ def _instead(
 
 
 def _explain(error: Exception, request: Request, outcome: Optional[Outcome]) -> None:
-    if "explain" in features.on():
-        from bnb_dispatch_fix.explain import refusal  # needed for an error only
+    with contained("unexplained"):
+        if "explain" in features.on():
+            from bnb_dispatch_fix.explain import refusal  # needed for an error only
 
-        refusal.explain(error, request, outcome)
+            refusal.explain(error, request, outcome)
 
 
 def _validate(request: Request, device_map: Dict[str, Device]) -> None:
