@@ -101,7 +101,7 @@ def warn_of_whole_model(load: Load) -> None:
         if request is None:
             return
         if not all_on_disk(load.planned):
-            if request.refuses_offload and whole_model.decided_later(request):
+            if request.refuses_offload and request.decided_later:
                 whole_model.warn(request, load.planned)
         elif not request.refuses_offload:
             offload_disk.warn(load)

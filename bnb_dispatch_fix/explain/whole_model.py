@@ -37,11 +37,6 @@ def warn(request: Request, device_map: Any, decided: bool = True) -> None:
         log(logging.WARNING, "whole model unexplained", fault)
 
 
-def decided_later(request: Request) -> bool:
-    """Whether the release looks at a map only after its planner: transformers 4.30-4.49."""
-    return request.call is not None and "hf_quantizer" not in request.call[1]
-
-
 def _expected(request: Request) -> bool:
     """Whether an accelerator is there, or was named."""
     return accelerators_seen() > 0 or any(d not in HOST for d in request.max_memory or ())

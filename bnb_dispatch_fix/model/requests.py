@@ -63,6 +63,11 @@ class Request(NamedTuple):
         """Whether a module on the CPU or the disk is an error, or silently slow, here."""
         return _offload_switch(self.quantizer) is False
 
+    @property
+    def decided_later(self) -> bool:
+        """Whether the release looks at the map only after its planner: transformers 4.30-4.49."""
+        return self.call is not None and "device_map" not in self.call[1]
+
     def budgets(self) -> Budgets:
         """What each device may hold, in bytes.
 

@@ -44,8 +44,17 @@ def search(request: Request) -> Outcome:
         result = pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):
             result = _with_scales(result, units, budgets, fill_last)
-            return Outcome(result, units, budgets, units.device_map(result.devices))
+            return Outcome(result, units, budgets, _device_map(units, result, usable))
     return Outcome(result, units, budgets, None)
+
+
+def _device_map(
+    units: Units, placed: Placement, usable: Mapping[Device, int]
+) -> Optional[Dict[str, Device]]:
+    """The map of a placement; a model without any tensor is on the first accelerator, if any."""
+    if placed.devices:
+        return units.device_map(placed.devices)
+    return {"": device_order(usable)[0]} if usable else None
 
 
 def _with_scales(

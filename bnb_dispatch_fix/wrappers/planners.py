@@ -130,6 +130,8 @@ def _answer(
         return device_map
     found, outcome = _instead(request, None, why, device_map)
     if found is None and "backport" in features.on():
+        if all_on_host(device_map) and request.decided_later:
+            return device_map  # refused for sure, and by an error that says what it is about
         return _without_backport(request, outcome, installed, args, kwargs)
     return device_map if found is None else found
 
