@@ -381,7 +381,7 @@ def _held(seams: Tuple[Seam, ...]) -> Tuple[str, ...]:
     """The names of `Status.holders`."""
     try:
         return unpatched_references(seams)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # whatever stands in sys.modules
         log(contained("holders unsearched", error), "holders unsearched", error)
         return ()
 

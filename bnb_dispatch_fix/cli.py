@@ -199,5 +199,4 @@ def status_table(found: Status, width: Optional[int] = None) -> str:
     if found.holders:
         table.append(f"imported before the shim, not patched: {', '.join(found.holders)}")
     lines = [visible(line) for line in (*lines, *table)]
-    return "
-".join(part for line in lines for part in wrapped(line, width or len(line)))
+    return "\n".join(part for line in lines for part in wrapped(line, width or len(line)))
