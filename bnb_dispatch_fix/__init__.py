@@ -14,7 +14,7 @@ from bnb_dispatch_fix.tripwire import WIRE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Iterable, Mapping, Optional
+    from typing import Any, Iterable, Mapping, Optional, Union
 
     from bnb_dispatch_fix.placement.records import Device
     from bnb_dispatch_fix.planning import Plan
@@ -83,10 +83,11 @@ def import_targets() -> None:
 def plan(
     model: "Any",
     *,
-    max_memory: "Optional[Mapping[Device, Any]]" = None,
+    max_memory: "Union[Mapping[Device, Any], str, None]" = None,
     quantization_config: "Any" = None,
     device_map: str = "auto",
     dtype: "Any" = None,
+    trust_remote_code: bool = False,
 ) -> "Plan":
     """Where a model would go: as installed, with the backport and with rescue.
 
@@ -96,10 +97,12 @@ def plan(
     Args:
         model: a checkpoint folder, the path of a config.json, the name of a model in the local
             Hugging Face cache, a transformers configuration, or a model (loaded or meta).
-        max_memory: bytes, or texts such as "22GiB", by device; None takes what is free here.
+        max_memory: bytes, or texts such as "22GiB", by device; or all of it as one text, such as
+            "2x22GiB,cpu=60GiB"; None takes what is free here.
         quantization_config: a BitsAndBytesConfig, or None for the model as its configuration is.
         device_map: "auto", "balanced", "balanced_low_0" or "sequential".
         dtype: torch dtype, or its name; None means that of the configuration, else float16.
+        trust_remote_code: run the code that a checkpoint brings, in that process.
 
     Raises:
         bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
@@ -113,6 +116,7 @@ def plan(
         quantization_config=quantization_config,
         device_map=device_map,
         dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
 
 

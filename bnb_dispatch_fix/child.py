@@ -25,7 +25,9 @@ _MARK = "bnb-dispatch-fix answer: "
 _HOME = str(Path(__file__).absolute().parent.parent)
 #: Reads its orders from stdin, a command line has too little room for a long `sys.path`.
 _CHILD = """\
-import json, sys
+import sys
+sys.path = [entry for entry in sys.path if entry]
+import json
 from importlib import machinery, util
 orders = json.loads(sys.stdin.buffer.readline())
 if orders["user_site"]:

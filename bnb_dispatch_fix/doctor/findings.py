@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.features import VERSION
+from bnb_dispatch_fix.wording import visible, wrapped
 
 PASS, WARN, ERROR = "PASS", "WARN", "ERROR"
 _COLOURS = {PASS: "32", WARN: "33", ERROR: "31"}
@@ -38,17 +39,22 @@ class Checkup(NamedTuple):
         }
 
 
-def as_text(checkup: Checkup, *, colour: bool = False) -> str:
-    """The findings as lines, each hint under its finding, and a count at the end."""
-    width = max((len(finding.topic) for finding in checkup.findings), default=0)
+def as_text(checkup: Checkup, *, colour: bool = False, width: Optional[int] = None) -> str:
+    """The findings as lines, each hint under its finding, and a count at the end.
+
+    Lines are wrapped at `width` columns; None leaves them as they are.
+    """
+    topics = max((len(finding.topic) for finding in checkup.findings), default=0)
+    indent = 5 + 2 + topics + 2
     lines: List[str] = []
     for level, topic, text, hint in checkup.findings:
-        mark = f"{level:5}"
-        if colour:
-            mark = f"\x1b[{_COLOURS[level]}m{mark}\x1b[0m"
-        lines.append(f"{mark}  {topic:{width}}  {text}")
+        found = [f"{level:5}  {topic:{topics}}  {visible(text)}"]
         if hint:
-            lines.append(f"{'':5}  {'':{width}}  -> {hint}")
+            found.append(f"{'':5}  {'':{topics}}  -> {visible(hint)}")
+        shown = [part for line in found for part in wrapped(line, width or len(line), indent)]
+        if colour:
+            shown[0] = f"\x1b[{_COLOURS[level]}m{shown[0][:5]}\x1b[0m{shown[0][5:]}"
+        lines += shown
     counts = {level: sum(f.level == level for f in checkup.findings) for level in _COLOURS}
     lines.append(f"{counts[PASS]} passed, {counts[WARN]} warnings, {counts[ERROR]} errors")
     return "\n".join(lines)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional
 
-from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning import checkpoint
+from bnb_dispatch_fix.planning.budgets import MOST_DEVICES, parse_budgets, parse_size
 from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
 from bnb_dispatch_fix.planning.question import free_memory, rehearse
 from bnb_dispatch_fix.planning.records import Plan, PlanError
-from bnb_dispatch_fix.wording import STRATEGIES, bytes_in
+from bnb_dispatch_fix.wording import STRATEGIES, folded, say
+
+__all__ = ["Spinner", "add_arguments", "job", "parse_budgets", "parse_size", "run"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _QUANTIZATION: Dict[str, Optional[Dict[str, Any]]] = {
@@ -24,6 +26,8 @@ _QUANTIZATION: Dict[str, Optional[Dict[str, Any]]] = {
 }
 #: Seconds before a spinner appears.
 _PATIENCE = 1.0
+#: Longer names are cut there: its line must not be wider than a terminal.
+_LONGEST = 32
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -37,7 +41,12 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="checkpoint folder or config.json"
     )
-    parser.add_argument("--example", choices=sorted(EXAMPLES), help="a well-known model instead")
+    parser.add_argument(
+        "--example",
+        type=_example,
+        metavar=f"{{{','.join(sorted(EXAMPLES))}}}",
+        help="a well-known model instead",
+    )
     parser.add_argument(
         "--bits", choices=sorted(_QUANTIZATION), help="4 (nf4) or 8 with bitsandbytes, or 16"
     )
@@ -45,28 +54,43 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "--max-memory",
         metavar="BUDGETS",
-        help="such as 8x3GiB,cpu=60GiB or 0=22GiB,1=2GiB; default: what is free here",
+        help=f"such as 8x3GiB,cpu=60GiB or 2x24GiB,1x12GiB or 0=22GiB,1=2GiB; at most "
+        f"{MOST_DEVICES} devices; default: what is free here",
     )
     parser.add_argument("--device-map", choices=STRATEGIES, default="auto", help="the strategy")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a picture to FILE")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that the checkpoint brings"
+    )
     parser.set_defaults(run=run)
+
+
+def _example(name: str) -> str:
+    if name in EXAMPLES:
+        return name
+    import difflib  # for a misspelt name only
+
+    near = difflib.get_close_matches(name.lower(), EXAMPLES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(EXAMPLES))}"
+    raise argparse.ArgumentTypeError(f"invalid choice: {name!r} ({hint})")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print; 0 where it fits, 1 where it does not, 2 for bad arguments (one line)."""
     spinner = Spinner(arguments.example or arguments.model, sys.stderr)
     try:
-        plan = rehearse(job(arguments), spinner.turn)
-        spinner.clear()
+        try:
+            plan = rehearse(job(arguments), spinner.turn)
+        finally:
+            spinner.clear()
         if arguments.html is not None:
             _write_picture(plan, arguments.html)
     except PlanError as error:
-        spinner.clear()
-        print(f"bnb-dispatch-fix plan: {error}", file=sys.stderr)
+        say(f"bnb-dispatch-fix plan: {error}", sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(plan.as_dict(), indent=2))
+        say(json.dumps(plan.as_dict(), indent=2), wrap=False)
     else:
         from bnb_dispatch_fix.planning.terminal import print_plan  # not for --json
 
@@ -80,7 +104,8 @@ def _write_picture(plan: Plan, path: Path) -> None:
     try:
         path.write_text(as_html(plan), encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"--html {path}: cannot be written ({error.strerror})") from error
+        reason = error.strerror or error
+        raise PlanError(f"--html {path}: cannot be written ({reason})") from error
 
 
 def job(arguments: argparse.Namespace) -> Dict[str, Any]:
@@ -98,6 +123,8 @@ def job(arguments: argparse.Namespace) -> Dict[str, Any]:
         quantization=_QUANTIZATION[bits],
         max_memory=None,
     )
+    if arguments.trust_remote_code:
+        found["trust_remote_code"] = True
     if arguments.max_memory is None:
         found["free"] = free_memory()
     else:
@@ -114,68 +141,9 @@ def _model(model: Optional[str], example: Optional[str]) -> Dict[str, Any]:
         chosen = EXAMPLES[example]
         config = {**DEFAULTS, **chosen.config}
         return {"config": config, "since": chosen.since, "label": example}
-    assert model is not None  # noqa: S101  # the parser has seen to it
-    return {"path": model, "quantized": _is_quantized(Path(model))}
-
-
-def _is_quantized(path: Path) -> bool:
-    """Whether a checkpoint brings a quantization of its own; an unreadable one is told later."""
-    try:
-        text = (path / "config.json" if path.is_dir() else path).read_text("utf-8")
-        settings = json.loads(text)
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and "quantization_config" in settings
-
-
-def parse_budgets(text: str) -> List[Tuple[Device, int]]:
-    """Read "8x3GiB,cpu=60GiB" or "0=22GiB,1=2GiB": pairs of device and bytes, in that order.
-
-    Raises:
-        PlanError: what was found, and what was expected instead.
-    """
-    budgets: Dict[Device, int] = {}
-    for entry in text.split(","):
-        for device, size in _entry(entry.strip()):
-            if device in budgets:
-                raise PlanError(f"--max-memory: device {device} is there twice")
-            budgets[device] = size
-    return list(budgets.items())
-
-
-def _entry(entry: str) -> List[Tuple[Device, int]]:
-    many = re.fullmatch(r"(\d+)\s*[xX*]\s*(.+)", entry)
-    if many:
-        size = parse_size(many.group(2))
-        return [(device, size) for device in range(int(many.group(1)))]
-    name, equals, size_text = (part.strip() for part in entry.partition("="))
-    if not equals:
-        raise PlanError(
-            f"--max-memory: expected COUNTxSIZE or DEVICE=SIZE, found {entry!r}; "
-            "such as 2x22GiB,cpu=60GiB"
-        )
-    if name.isdigit():
-        return [(int(name), parse_size(size_text))]
-    if name in ("cpu", "disk", "mps"):
-        return [(name, parse_size(size_text))]
-    raise PlanError(
-        f"--max-memory: {name!r} is no device; expected a number (0, not cuda:0), cpu, disk or mps"
-    )
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "22GiB", "1.5 GB" or "4096".
-
-    Raises:
-        PlanError: it is no size.
-    """
-    size = bytes_in(text)
-    if size is None:
-        raise PlanError(
-            f"--max-memory: {text!r} is no size; expected bytes, or a number with KiB, MiB, GiB, "
-            "TiB (powers of two) or KB, MB, GB, TB (powers of ten)"
-        )
-    return size
+    assert model is not None
+    found = checkpoint.settings(model)
+    return {"path": model, "quantized": checkpoint.is_quantized(found)}
 
 
 class Spinner:
@@ -184,7 +152,7 @@ class Spinner:
     def __init__(
         self, what: Optional[str], stream: Any, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._what = what or "the model"
+        self._what = folded(what or "the model", _LONGEST)
         self._stream = stream
         self._clock = clock
         self._started = clock()

@@ -17,7 +17,7 @@ from bnb_dispatch_fix.features import SWITCH
 from bnb_dispatch_fix.patching.matrix import COMBINED, installed_versions
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import simulation
-from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, span
+from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, say, span, visible
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "critical", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 #: Longer texts of errors are cut.
@@ -34,23 +34,26 @@ def run_demo() -> int:
     with_shim = _run_child("")
     for answer in (without, with_shim):
         if answer.get("broken"):
-            print(f"the demo cannot run here: {answer['broken']}", file=sys.stderr)
+            say(f"the demo cannot run here: {visible(answer['broken'])}", sys.stderr)
             return 2
     gpus = len(simulation.EIGHT_SMALL_GPUS) - 1
     budget = simulation.EIGHT_SMALL_GPUS[0] / MIB
-    print(", ".join(with_shim["versions"]))
-    print(
+    say(", ".join(with_shim["versions"]))
+    say(
         f"A Llama checkpoint of 2.77 MiB in 4-bit (nf4), device_map='auto', "
         f"{gpus} simulated GPUs of {budget:.2f} MiB each.\n"
     )
-    print("\n".join(["Without the shim", *_report(without)]))
-    print("\n".join(["\nWith `import bnb_dispatch_fix`", *_report(with_shim)]))
-    print("\n" + _conclusion(without, with_shim))
+    say("\n".join(["Without the shim", *_report(without)]))
+    say("\n".join(["\nWith `import bnb_dispatch_fix`", *_report(with_shim)]))
+    say("\n" + _conclusion(without, with_shim))
     return 0 if with_shim["loads_on_gpus"] else 1
 
 
 def _run_child(switch: str) -> Dict[str, Any]:
-    ending = child.ask(f"{__name__}:load", environment={**_QUIET, SWITCH: switch})
+    try:
+        ending = child.ask(f"{__name__}:load", environment={**_QUIET, SWITCH: switch})
+    except child.CannotAsk as error:
+        return {"broken": str(error)}
     if ending.answers:
         answer: Dict[str, Any] = ending.answers[0]
         return answer

@@ -16,6 +16,8 @@ from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.features import SWITCH
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning import checkpoint
+from bnb_dispatch_fix.planning.budgets import parse_budgets
 from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Run
 from bnb_dispatch_fix.wording import STRATEGIES
 
@@ -31,10 +33,11 @@ _SURROUNDINGS = {
 def plan(
     model: Any,
     *,
-    max_memory: Optional[Mapping[Device, Any]] = None,
+    max_memory: Union[Mapping[Device, Any], str, None] = None,
     quantization_config: Any = None,
     device_map: str = "auto",
     dtype: Any = None,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """What `bnb_dispatch_fix.plan` does; see there."""
     job = {
@@ -44,6 +47,8 @@ def plan(
         "strategy": _strategy(device_map),
         "dtype": None if dtype is None else str(dtype).replace("torch.", ""),
     }
+    if trust_remote_code:
+        job["trust_remote_code"] = True
     if max_memory is None:
         job["free"] = free_memory()
     return rehearse(job)
@@ -59,7 +64,11 @@ def rehearse(job: Mapping[str, Any], on_wait: Optional[Callable[[], None]] = Non
     Raises:
         PlanError: the job cannot be carried out.
     """
-    answer = _answered(child.ask(_REHEARSAL, job, environment=_SURROUNDINGS, on_wait=on_wait))
+    try:
+        ending = child.ask(_REHEARSAL, job, environment=_SURROUNDINGS, on_wait=on_wait)
+    except child.CannotAsk as error:
+        raise PlanError(str(error)) from error
+    answer = _answered(ending)
     if "error" in answer:
         raise PlanError(answer["error"])
     runs = tuple(_run(entry) for entry in answer.pop("runs"))
@@ -98,6 +107,7 @@ def _as_dict(pairs: Optional[Sequence[Tuple[str, Device]]]) -> Optional[Dict[str
 def _source(model: Any) -> Dict[str, Any]:
     """What to build: {"path"}, or {"config", "class"} of a configuration or a model."""
     if isinstance(model, (str, os.PathLike)):
+        checkpoint.settings(os.fspath(model))  # or the other process may wait for ever
         return {"path": os.fspath(model)}
     config: Any = getattr(model, "config", None) if hasattr(model, "named_modules") else model
     if not hasattr(config, "to_dict") or not hasattr(config, "model_type"):
@@ -111,14 +121,16 @@ def _source(model: Any) -> Dict[str, Any]:
     return source
 
 
-def _pairs(max_memory: Optional[Mapping[Device, Any]]) -> Optional[List[List[Any]]]:
+def _pairs(max_memory: Union[Mapping[Device, Any], str, None]) -> Optional[List[List[Any]]]:
     """A device map's budgets as JSON can hold them: order and types of the keys are kept."""
     if max_memory is None:
         return None
+    if isinstance(max_memory, str) and any(sign in max_memory for sign in "xX*×="):
+        return [list(pair) for pair in parse_budgets(max_memory, "max_memory")]
     if not isinstance(max_memory, Mapping):
         raise PlanError(
-            f"max_memory: expected a dict such as {{0: '22GiB', 'cpu': '60GiB'}}, "
-            f"found {max_memory!r}"
+            f"max_memory: expected a dict such as {{0: '22GiB', 'cpu': '60GiB'}} or a text such "
+            f"as '2x22GiB,cpu=60GiB', found {max_memory!r}"
         )
     return [[key, _plain(value)] for key, value in max_memory.items()]
 
@@ -163,7 +175,10 @@ def free_memory() -> List[List[Any]]:
     Raises:
         PlanError: torch sees no accelerator.
     """
-    devices = surroundings.look(["torch"])["torch"].facts.get("devices", [])
+    try:
+        devices = surroundings.look(["torch"])["torch"].facts.get("devices", [])
+    except child.CannotAsk as error:
+        raise PlanError(str(error)) from error
     free = [[device["id"], device["free"]] for device in devices if device.get("free")]
     if not free:
         raise PlanError(

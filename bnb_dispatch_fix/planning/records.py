@@ -7,7 +7,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
-from bnb_dispatch_fix.wording import HOST
+from bnb_dispatch_fix.wording import HOST, visible
 
 #: The planners that are asked, in this order: what each is called, and the features it has on.
 RUNS: Mapping[str, Tuple[str, ...]] = {
@@ -17,8 +17,15 @@ RUNS: Mapping[str, Tuple[str, ...]] = {
 }
 
 
+#: Of `Plan.as_dict()`, see docs/plan-schema.json; it changes when a key changes or goes.
+SCHEMA = 1
+
+
 class PlanError(ValueError):
     """No plan can be made of these arguments; one line that says which, and what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(visible(text))  # it may name what somebody else has written
 
 
 @dataclass(frozen=True)
@@ -95,4 +102,4 @@ class Plan:
         for run, told in zip(self.runs, found["runs"]):
             for load, entry in zip(run.devices, told["devices"]):
                 entry["free"] = load.free
-        return {**found, "unquantized": self.unquantized}
+        return {"schema": SCHEMA, **found, "unquantized": self.unquantized}

@@ -24,8 +24,8 @@ from bnb_dispatch_fix.model.load import read_request
 from bnb_dispatch_fix.model.search import search
 from bnb_dispatch_fix.patching.matrix import installed_versions
 from bnb_dispatch_fix.patching.patches import original_of
+from bnb_dispatch_fix.planning import checkpoint, simulation
 from bnb_dispatch_fix.planning import runs as planned_runs
-from bnb_dispatch_fix.planning import simulation
 from bnb_dispatch_fix.planning.records import RUNS, PlanError
 from bnb_dispatch_fix.planning.runs import Attempt
 from bnb_dispatch_fix.wording import one_line
@@ -56,7 +56,8 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
 
     Args:
         job: "path", or "config" with "class" (module and name, optional); "strategy"; "dtype" (a
-            name) and "quantization" (a dict), or None; "max_memory" as pairs of device and budget,
+            name) and "quantization" (a dict), or None; "trust_remote_code" where code of the
+            checkpoint may run; "max_memory" as pairs of device and budget,
             or None, with "free" bytes as pairs; "label" and "since" for examples.
 
     Raises:
@@ -202,13 +203,35 @@ def _configuration(job: Mapping[str, Any]) -> Any:
         from transformers import AutoConfig
     except Exception as error:
         raise PlanError(f"transformers cannot be imported: {_short(error)}") from error
+    trust = bool(job.get("trust_remote_code"))
     try:
         if "path" in job:
-            return AutoConfig.from_pretrained(job["path"])
-        settings = dict(job["config"])
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+            if not trust:
+                _refuse_own_code(job["path"])
+            config = AutoConfig.from_pretrained(job["path"], trust_remote_code=trust)
+        else:
+            settings = dict(job["config"])
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except PlanError:
+        raise
     except Exception as error:
         raise PlanError(_unknown_model(job, error)) from error
+    if getattr(config, "quantization_config", True) is None:
+        del config.quantization_config  # null: as if the key were missing
+    return config
+
+
+def _refuse_own_code(path: str) -> None:
+    """Some releases ask on the terminal whether to run a checkpoint's code; nobody is there."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    settings, _ = PretrainedConfig.get_config_dict(path)
+    file = checkpoint.own_code(settings)
+    if file is not None and settings.get("model_type") not in CONFIG_MAPPING:
+        raise PlanError(
+            f"{path}: it needs code of its own ({file}), and none was run; trust_remote_code "
+            "(--trust-remote-code) runs it, in the process that plans"
+        )
 
 
 def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
@@ -233,7 +256,7 @@ def _loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], An
     import torch
     import transformers
 
-    model_class = _model_class(job, config)
+    model_class = _own_class(job, config) or _model_class(job, config)
     _write_checkpoint(config, folder)
     dtype = job["dtype"] or getattr(config, "torch_dtype", None) or "float16"
     try:
@@ -274,6 +297,22 @@ def _model_class(job: Mapping[str, Any], config: Any) -> Any:
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
     return transformers.AutoModel
+
+
+def _own_class(job: Mapping[str, Any], config: Any) -> Any:
+    """The model class that a trusted checkpoint brings; None where it brings none."""
+    classes = getattr(config, "auto_map", None) or {}
+    if not job.get("trust_remote_code") or "path" not in job:
+        return None
+    reference = classes.get("AutoModelForCausalLM") or classes.get("AutoModel")
+    if reference is None:
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(reference, job["path"])
+    except Exception as error:
+        raise PlanError(f"{job['path']}: its code {reference}: {_short(error)}") from error
 
 
 def _write_checkpoint(config: Any, folder: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import site
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
+
+from bnb_dispatch_fix.wording import say, visible
 
 MARK = "# Written by `bnb-dispatch-fix autoload enable`, removed by `... autoload disable`."
 MODULE = "_bnb_dispatch_fix_start"
@@ -59,14 +62,20 @@ FILES: Dict[str, str] = {
     "bnb_dispatch_fix.pth": f"{MARK}\nimport {MODULE}\n",
 }
 
+_ANSWER = "bnb-dispatch-fix is there: "
 _CHECK = f"""
 import importlib.util, sys
-print({MODULE!r} in sys.modules and importlib.util.find_spec("bnb_dispatch_fix") is not None)
+found = {MODULE!r} in sys.modules and importlib.util.find_spec("bnb_dispatch_fix") is not None
+print("\\n{_ANSWER}" + str(found))
 """
 
 
 class AutoloadError(RuntimeError):
     """Start-up files cannot be written or removed; the message says which, why, what to do."""
+
+
+class _NoFolder(AutoloadError):
+    """The arguments name no folder."""
 
 
 def enable(folder: Path) -> List[Path]:
@@ -121,16 +130,29 @@ def state(folder: Path) -> str:
 
 
 def starts_with_shim() -> Optional[bool]:
-    """Whether a new Python of this environment has the shim at its start; None if unknown."""
+    """Whether a new Python of this environment has the shim at its start; None if unknown.
+
+    It is started as anybody would start it, but in an empty folder: `python -c` looks for modules
+    in the current one.
+    """
     if not sys.executable:
         return None
     try:
-        finished = subprocess.run(  # noqa: S603  # our own Python and our own text
-            [sys.executable, "-c", _CHECK], capture_output=True, text=True, timeout=60, check=True
-        )
+        with tempfile.TemporaryDirectory() as empty:
+            finished = subprocess.run(
+                [sys.executable, "-c", _CHECK],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=60,
+                check=True,
+                cwd=empty,
+            )
     except (OSError, subprocess.SubprocessError):
         return None
-    return finished.stdout.strip() == "True"
+    lines = finished.stdout.decode("ascii", "replace").splitlines()  # others may print, too
+    answers = [line[len(_ANSWER) :] for line in lines if line.startswith(_ANSWER)]
+    return answers == ["True"]
 
 
 def _write_in_one_step(path: Path, content: str) -> None:
@@ -187,7 +209,7 @@ def add_arguments(commands: Any) -> None:
         parser = actions.add_parser(action, help=text)
         where = parser.add_mutually_exclusive_group()
         where.add_argument("--user", action="store_true", help="your own site-packages folder")
-        where.add_argument("--path", type=Path, metavar="FOLDER", help="a site-packages folder")
+        where.add_argument("--path", metavar="FOLDER", help="a site-packages folder")
         parser.set_defaults(run=run)
 
 
@@ -195,8 +217,11 @@ def _folder(arguments: argparse.Namespace) -> Path:
     """The folder that was chosen: this environment's site-packages if none was.
 
     Raises:
-        AutoloadError: --user where this Python does not look at the user's folder.
+        AutoloadError: --user where this Python does not look at the user's folder, or an empty
+            --path.
     """
+    if arguments.path == "":
+        raise _NoFolder("--path: expected a folder, found an empty text")
     if arguments.path is not None:
         return Path(arguments.path).absolute()
     if not arguments.user:
@@ -213,12 +238,11 @@ def _enable(arguments: argparse.Namespace) -> int:
     try:
         paths = enable(_folder(arguments))
     except AutoloadError as error:
-        print(f"bnb-dispatch-fix: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error)
     for path in paths:
-        print(f"wrote {path}")
-    print(f"undo: bnb-dispatch-fix autoload disable{_where(arguments)}")
-    print("off for one program: BNB_DISPATCH_FIX=off")
+        say(f"wrote {visible(path)}")
+    say(f"undo: bnb-dispatch-fix autoload disable{_where(arguments)}")
+    say("off for one program: BNB_DISPATCH_FIX=off")
     return _say_whether_it_works(enabled=True)
 
 
@@ -227,12 +251,11 @@ def _disable(arguments: argparse.Namespace) -> int:
         folder = _folder(arguments)
         paths = disable(folder)
     except AutoloadError as error:
-        print(f"bnb-dispatch-fix: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error)
     for path in paths:
-        print(f"removed {path}")
+        say(f"removed {visible(path)}")
     if not paths:
-        print(f"{folder}: no start-up files there")
+        say(f"{visible(folder)}: no start-up files there")
     return 0
 
 
@@ -240,28 +263,47 @@ def _status(arguments: argparse.Namespace) -> int:
     try:
         folders = [_folder(arguments)]
     except AutoloadError as error:
-        print(f"bnb-dispatch-fix: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error)
     if not arguments.user and arguments.path is None and site.ENABLE_USER_SITE:
         folders.append(Path(site.getusersitepackages()))
     for folder in folders:
-        print(f"{folder}: {state(folder)}")
+        say(f"{visible(folder)}: {state(folder)}")
     return _say_whether_it_works(any(state(folder) == "enabled" for folder in folders))
+
+
+def _refuse(error: AutoloadError) -> int:
+    say(f"bnb-dispatch-fix: {visible(error)}", sys.stderr)
+    return 2 if isinstance(error, _NoFolder) else 1
 
 
 def _say_whether_it_works(enabled: bool) -> int:
     works = starts_with_shim()
+    python = visible(sys.executable)
     if works is None:
-        print("a new Python could not be started to check it")
+        say("a new Python could not be started to check it")
     elif works:
-        print(f"checked: a new {sys.executable} has the shim at its start")
+        say(f"checked: a new {python} has the shim at its start")
     else:
         why = ": it does not look at that folder, or does not find the package" if enabled else ""
-        print(f"checked: a new {sys.executable} does not have the shim at its start{why}")
+        say(f"checked: a new {python} does not have the shim at its start{why}")
     return 0 if works else 1
 
 
 def _where(arguments: argparse.Namespace) -> str:
+    """The options that name the same folder, to be pasted into a shell."""
     if arguments.path is not None:
-        return f" --path {arguments.path}"
+        return f" --path {_quoted(str(_folder(arguments)))}"
     return " --user" if arguments.user else ""
+
+
+def _quoted(text: str) -> str:
+    if os.name == "nt":
+        return subprocess.list2cmdline([visible(text)])
+    if text.isprintable():
+        return shlex.quote(text)
+    escapes = (c if c.isprintable() and c not in "\\'" else _bytes(c) for c in text)
+    return f"$'{''.join(escapes)}'"
+
+
+def _bytes(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
