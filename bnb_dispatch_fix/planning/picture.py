@@ -6,8 +6,8 @@ so that it can be read on a phone, on a wide screen, in the dark and by a screen
 
 from __future__ import annotations
 
+import html
 import re
-from html import escape
 from typing import Dict, List, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.model.layout import Part
@@ -19,7 +19,7 @@ from bnb_dispatch_fix.planning.terminal import (
     outcome_text,
     versions_line,
 )
-from bnb_dispatch_fix.wording import HOST, device_name, gib, pasteable
+from bnb_dispatch_fix.wording import HOST, device_name, gib, pasteable, visible
 
 #: Width of a bar in the units of its own coordinate system.
 _SCALE = 1000
@@ -32,6 +32,11 @@ _KINDS: Mapping[str, str] = {
     "away": "off the accelerators",
 }
 _NAMES = {"release": "as installed", "backport": "with the backport", "rescue": "with rescue"}
+
+
+def escape(text: str) -> str:
+    """A name as HTML, for browsers and for who looks at the file in a terminal."""
+    return html.escape(visible(text, "\n"))
 
 
 def as_html(plan: Plan) -> str:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
-from bnb_dispatch_fix.wording import HOST, device_name, gib, pasteable
+from bnb_dispatch_fix.wording import (
+    HOST,
+    columns,
+    device_name,
+    gib,
+    is_plain,
+    pasteable,
+    say,
+    visible,
+    wrapped,
+)
 
 _BAR = 10
+#: Columns of text, at most; the table may be wider where there is no terminal, or a wide one.
 _WIDTH = 96
 #: More than this share not quantized is said first.
 _LARGE_SHARE = 0.5
-_ASCII = str.maketrans({"█": "#", "░": ".", "–": "-", "…": "~", "→": ">"})
 
 
 class Cell(NamedTuple):
@@ -96,20 +106,31 @@ def _cell(load: Optional[DeviceLoad], run: Run) -> Cell:
     return Cell("█" * full + "░" * (_BAR - full), gib(load.placed), tone)
 
 
-def module_lines(run: Run) -> List[str]:
-    """What lies on each device, neighbours collapsed; wrapped to the terminal's width."""
+def module_lines(run: Run, width: int = _WIDTH) -> List[str]:
+    """What lies on each device, neighbours collapsed; wrapped to `width` columns."""
     lines: List[str] = []
     for load in run.devices:
         if not load.parts:
             continue
         label = f"  {device_name(load.device):6} {gib(load.placed):>7} GiB  "
         text = label + ", ".join(_short(part) for part in load.parts)
-        lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * len(label)) or [label]
+        lines += _wrapped(text, width, " " * len(label)) or [label]
     return lines
 
 
+def _wrapped(text: str, width: int, indent: str = "") -> List[str]:
+    """Broken between words; a name that is wider than the terminal stays whole."""
+    return textwrap.wrap(
+        text,
+        max(width, len(indent) + 10),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _short(part: Part) -> str:
-    return part.name or "the whole model"
+    return visible(part.name) or "the whole model"
 
 
 def shown_run(plan: Plan) -> Run:
@@ -119,94 +140,144 @@ def shown_run(plan: Plan) -> Run:
     return next(iter(loading or with_map[::-1]), plan.runs[-1])
 
 
-def as_text(plan: Plan) -> str:
-    """The whole plan as plain text."""
-    return "\n".join([*_before_table(plan), *_table(plan), *_after_table(plan)])
+class Row(NamedTuple):
+    """A line of the table: device, usable budget, and what is in the column of each run."""
+
+    name: str
+    usable: str
+    cells: Tuple[Cell, ...]
 
 
-def _before_table(plan: Plan) -> List[str]:
-    return [*headline(plan), versions_line(plan), ""]
+def as_text(plan: Plan, width: Optional[int] = None) -> str:
+    """The whole plan as plain text; for a terminal of `width` columns, or as wide as it is."""
+    digits = _digits(plan)
+    table = [_line(row, _cell_width(plan, width, digits)) for row in _table(plan, width, digits)]
+    return "\n".join([*_before_table(plan, width), *table, *_after_table(plan, width)])
 
 
-def _table(plan: Plan) -> List[str]:
-    rows = device_rows(plan)
-    numbers = max((len(cell.number) for _, _, cells in rows for cell in cells), default=4)
-    width = max(_BAR + 1 + numbers, *(len(name) for name in run_names(plan).values()))
-    width = max(width, *(len(outcome_text(run)) for run in plan.runs))
-    lines = [_line("GiB", "usable", run_names(plan).values(), width)]
-    for device, usable, cells in rows:
-        texts = [f"{cell.bar} {cell.number:>{numbers}}" for cell in cells]
-        lines.append(_line(device_name(device), gib(usable), texts, width))
-    lines.append(_line("", "", [outcome_text(run) for run in plan.runs], width))
-    return lines
+def _text_width(width: Optional[int]) -> int:
+    return _WIDTH if width is None else min(width, _WIDTH)
 
 
-def _line(name: str, usable: str, cells: Iterable[str], width: int) -> str:
-    columns = "   ".join(f"{cell:{width}}" for cell in cells)
-    return f"{name:7}{usable:>8}   {columns}".rstrip()
+def _before_table(plan: Plan, width: Optional[int]) -> List[str]:
+    lines = [visible(line) for line in (*headline(plan), versions_line(plan))]
+    if width is not None:
+        lines = [part for line in lines for part in wrapped(line, width)]
+    return [*lines, ""]
 
 
-def _after_table(plan: Plan) -> List[str]:
+#: Columns of a row before its cells, and between two of them.
+_BEFORE_CELLS, _GAP = 18, 3
+
+
+def _cell_width(plan: Plan, width: Optional[int], digits: int) -> int:
+    """How wide a run's column is: as its longest text, or what the terminal has for it."""
+    names = [*run_names(plan).values(), *(outcome_text(run) for run in plan.runs)]
+    bars = _BAR + 1 + digits
+    natural = max(bars, *map(len, names))
+    if width is None:
+        return natural
+    room = (width - _BEFORE_CELLS - _GAP * (len(plan.runs) - 1)) // len(plan.runs)
+    return max(bars, min(natural, room))
+
+
+def _digits(plan: Plan) -> int:
+    """How long the longest number beside a bar is."""
+    return max((len(cell.number) for _, _, cells in device_rows(plan) for cell in cells), default=4)
+
+
+def _table(plan: Plan, width: Optional[int], digits: int) -> List[Row]:
+    cell_width = _cell_width(plan, width, digits)
+    names = [(name, "name") for name in run_names(plan).values()]
+    rows = _texts("GiB", "usable", names, cell_width)
+    for device, usable, cells in device_rows(plan):
+        bars = (cell._replace(number=f"{cell.number:>{digits}}") for cell in cells)
+        rows.append(Row(device_name(device), gib(usable), tuple(bars)))
+    outcomes = [(outcome_text(run), _tone(run)) for run in plan.runs]
+    return rows + _texts("", "", outcomes, cell_width)
+
+
+def _texts(name: str, usable: str, texts: Sequence[Tuple[str, str]], width: int) -> List[Row]:
+    """A row of texts; as many rows as the longest of them needs in its column."""
+    columns_of = [(_wrapped(visible(text), width) or [""], tone) for text, tone in texts]
+    rows = []
+    for number in range(max(len(lines) for lines, _ in columns_of)):
+        cells = (
+            Cell(lines[number] if number < len(lines) else "", "", tone)
+            for lines, tone in columns_of
+        )
+        rows.append(Row("" if number else name, "" if number else usable, tuple(cells)))
+    return rows
+
+
+def _line(row: Row, width: int) -> str:
+    cells = (" " * _GAP).join(f"{_joined(cell):{width}}" for cell in row.cells)
+    return f"{_head(row)}{cells}".rstrip()
+
+
+def _head(row: Row) -> str:
+    return f"{row.name:7}{row.usable:>8}   "
+
+
+def _joined(cell: Cell) -> str:
+    return f"{cell.bar} {cell.number}" if cell.number else cell.bar
+
+
+def _after_table(plan: Plan, width: Optional[int]) -> List[str]:
+    limit = _text_width(width)
     lines = [""]
     errors = list(dict.fromkeys(run.error for run in plan.runs if run.error))
-    lines += [line for error in errors for line in textwrap.wrap(error, _WIDTH)]
+    lines += [line for error in errors for line in _wrapped(visible(error), limit)]
     run = shown_run(plan)
     if run.device_map is not None:
-        lines += [f"Modules, {run_names(plan)[run.name]}:", *module_lines(run), ""]
-    lines += [f"note: {note}" for note in plan.notes]
-    lines.append(f"-> {plan.verdict}")
+        lines += [f"Modules, {run_names(plan)[run.name]}:", *module_lines(run, limit), ""]
+    told = [*(f"note: {note}" for note in plan.notes), f"-> {plan.verdict}"]
+    for line in map(visible, told):
+        lines += [line] if width is None else wrapped(line, width, 3)
     if plan.device_map is not None:
         lines.append(f"device_map = {pasteable(plan.device_map)}")
     return lines
 
 
 def print_plan(plan: Plan, stream: Any) -> None:
-    """Print with rich where it is installed and the stream is a terminal, plainly otherwise."""
-    if stream.isatty() and _print_with_rich(plan, stream):
+    """Print as wide as the terminal is, in colours where rich is installed and they are welcome."""
+    width = columns(stream)
+    if not is_plain(stream) and _print_with_rich(plan, stream, width):
         return
-    print(for_encoding(as_text(plan), getattr(stream, "encoding", None)), file=stream)
+    say(as_text(plan, width), stream, wrap=False)
 
 
-def for_encoding(text: str, encoding: Optional[str]) -> str:
-    """The text, with ASCII in place of blocks and dashes that the encoding does not have."""
-    try:
-        text.encode(encoding or "ascii")
-        return text
-    except (UnicodeEncodeError, LookupError):
-        return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+_STYLES = {"good": "green", "bad": "red", "plain": "yellow", "empty": "dim", "name": "bold"}
+_STYLES.update({"loads": "bold green", "not": "bold red"})
 
 
-_STYLES = {"good": "green", "bad": "red", "plain": "yellow", "empty": "dim"}
-
-
-def _print_with_rich(plan: Plan, stream: Any) -> bool:
+def _print_with_rich(plan: Plan, stream: Any, width: Optional[int]) -> bool:
+    """The same lines; rich knows what colours the terminal can show."""
     try:
         from rich.console import Console
-        from rich.table import Table
         from rich.text import Text
     except ImportError:
         return False
     console = Console(file=stream, highlight=False)
-    before = _before_table(plan)
-    console.print(Text(before[0], style="bold"))
-    console.print(Text("\n".join(before[1:])))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("GiB")
-    table.add_column("usable", justify="right")
-    for name in run_names(plan).values():
-        table.add_column(name, no_wrap=True)
-    for device, usable, cells in device_rows(plan):
-        texts = [Text(f"{c.bar} {c.number:>6}", style=_STYLES[c.tone]) for c in cells]
-        table.add_row(device_name(device), gib(usable), *texts)
-    table.add_row("", "", *(Text(outcome_text(run), style=_tone(run)) for run in plan.runs))
-    console.print(table)
-    after = "\n".join(_after_table(plan))
-    console.print(Text(after), soft_wrap=True)
+    first, *more = _before_table(plan, width)
+    lines = [Text(first, style="bold"), *map(Text, more)]
+    digits = max(_digits(plan), 6)
+    cell_width = _cell_width(plan, width, digits)
+    for row in _table(plan, width, digits):
+        line = Text(_head(row))
+        for number, cell in enumerate(row.cells):
+            line.append(" " * _GAP if number else "")
+            line.append(f"{_joined(cell):{cell_width}}", style=_STYLES[cell.tone])
+        line.rstrip()
+        lines.append(line)
+    lines += map(Text, _after_table(plan, width))
+    for line in lines:
+        console.print(line, soft_wrap=True)
     return True
 
 
 def _tone(run: Run) -> str:
-    return "bold green" if run.outcome == "loads" else "bold red"
+    return "loads" if run.outcome == "loads" else "not"
 
 
 def groups_of_equal_runs(plan: Plan) -> Sequence[Tuple[Run, Tuple[str, ...]]]:
