@@ -21,7 +21,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
-TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113"]
+TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113", "jsonschema>=4.17"]
 #: The release of torch that every row was seen to work with.
 TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
