@@ -34,8 +34,11 @@ if orders["user_site"]:
     import site
     site.addsitedir(orders["user_site"])
 spec = machinery.PathFinder.find_spec("bnb_dispatch_fix", [orders["home"]])
-package = sys.modules[spec.name] = util.module_from_spec(spec)
-spec.loader.exec_module(package)
+if hasattr(spec.loader, "exec_module"):
+    package = sys.modules[spec.name] = util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+else:  # an archive's until Python 3.9
+    spec.loader.load_module(spec.name)
 from bnb_dispatch_fix.child import carry_out
 carry_out(orders)
 """
