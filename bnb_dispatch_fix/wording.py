@@ -117,14 +117,14 @@ def say(text: str, stream: Any = None, *, wrap: bool = True) -> None:
 
 def columns(stream: Any) -> Optional[int]:
     """How wide the terminal is that a stream goes to; None where it goes elsewhere."""
-    if not stream.isatty():
+    try:
+        if not os.isatty(stream.fileno()):
+            return None
+        width = os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError, AttributeError):
         return None
-    with contextlib.suppress(ValueError):
-        if int(os.environ.get("COLUMNS", "")) > 0:
-            return int(os.environ["COLUMNS"])
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
-    return None
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if re.fullmatch("0*[1-9][0-9]{0,4}", asked) else width
 
 
 def wrapped(line: str, width: int, indent: Optional[int] = None) -> List[str]:

@@ -261,7 +261,9 @@ def _print_with_rich(plan: Plan, stream: Any, width: Optional[int]) -> bool:
     console = Console(file=stream, highlight=False)
     first, *more = _before_table(plan, width)
     lines = [Text(first, style="bold"), *map(Text, more)]
-    digits = max(_digits(plan), 6)
+    digits = _digits(plan)
+    if _cell_width(plan, width, digits) > _BAR + 6:
+        digits = max(digits, 6)
     cell_width = _cell_width(plan, width, digits)
     for row in _table(plan, width, digits):
         line = Text(_head(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -271,6 +272,35 @@ class TestCommand:
 
         assert cli.main(["autoload", "status", *where]) == 1
         assert f"{folder}: disabled" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("said", ["hello", "bnb-dispatch-fix is there", "\udcff\x1b"])
+    def test_what_other_start_up_files_print_is_no_answer(self, enabled, monkeypatch, said):
+        python, folder = enabled
+        code = f"import sys; sys.stdout.buffer.write({said.encode('utf-8', 'surrogateescape')!r})"
+        write_files(folder, {"noise.pth": f"{code}\n"})
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setenv("PYTHONPATH", str(shim_folder()))
+        assert autoload.starts_with_shim() is True
+        autoload.disable(folder)
+        assert autoload.starts_with_shim() is False
+        (folder / "noise.pth").unlink()
+
+    @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell reads it")
+    @pytest.mark.parametrize("name", ["my dir", "it's", "$HOME;`x`", "\x1b[2J'\\", "ü\udcff", "-x"])
+    def test_the_undo_line_can_be_pasted(self, tmp_path, capfd, monkeypatch, name):
+        bash = shutil.which("bash")
+        if bash is None:
+            pytest.skip("no bash here")
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path)
+        cli.main(["autoload", "enable", f"--path={name}"])
+        [undo] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("undo: ")]
+        assert undo.isprintable()
+        path = undo.partition(" --path ")[2]
+        printed = subprocess.run(
+            [bash, "-c", f"printf %s {path}"], stdout=subprocess.PIPE, check=True, cwd="/"
+        )
+        assert Path(os.fsdecode(printed.stdout)) == tmp_path / name
 
     def test_a_folder_that_python_does_not_look_at_is_told(self, tmp_path, capsys):
         assert cli.main(["autoload", "enable", "--path", str(tmp_path)]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -288,6 +289,17 @@ def test_the_command_prints_lines_or_json(answers, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["healthy"] is False
     assert set(told["findings"][0]) == {"level", "topic", "text", "hint"}
+
+
+def test_lines_fit_a_terminal_and_names_cannot_steer_it(answers, monkeypatch):
+    answers["torch"].facts["devices"] = [{**GPU, "name": "\x1b[2J " + "very long " * 20}]
+    text = doctor.as_text(doctor.examine(), width=72, colour=True)
+    plain = re.sub(r"\x1b\[3[123]m(\w+ *)\x1b\[0m", r"\1", text)
+    assert plain.replace("\n", "").isprintable()
+    assert r"0: \x1b[2J very" in plain
+    short = [line for line in plain.splitlines() if sys.executable not in line]
+    assert max(map(len, short)) <= 72
+    assert " ".join(plain.split()).count("very long") == 20
 
 
 def test_signs_of_a_driver(tmp_path):

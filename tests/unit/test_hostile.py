@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pkgutil
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 from fakes import finished_python, shim_folder, write_files
 
 fcntl = pytest.importorskip("fcntl", reason="pipes, signals and /dev are POSIX's")
+termios = pytest.importorskip("termios", reason="terminals are POSIX's")
 
 ESCAPE = "\x1b]0;x\x07\x1b[2J"
 #: What the installed command is: a file in a folder of its own.
@@ -326,6 +329,37 @@ def test_ascii_where_nothing_else_can_be_written(command):
     assert finished.returncode == 0, finished.stderr
     assert "model.layers.0-1" in finished.stdout
     assert finished.stdout.isascii()
+
+
+@pytest.mark.parametrize("columns", ["60", "", "nonsense", "0"])
+def test_on_a_terminal_text_is_wrapped_at_words(script, tmp_path, columns):
+    pty = pytest.importorskip("pty", reason="there are no terminals to pretend here")
+    primary, secondary = pty.openpty()
+    size = struct.pack("HHHH", 24, 72, 0, 0)
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, size)
+    dependencies = Path(__import__("yaml").__file__).parent.parent
+    process = subprocess.Popen(
+        [sys.executable, str(script), "autoload", "enable", "--path", str(tmp_path / "site")],
+        env={**os.environ, "COLUMNS": columns, "PYTHONPATH": f"{shim_folder()}:{dependencies}"},
+        stdout=secondary,
+        stderr=secondary,
+    )
+    os.close(secondary)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux says so where the other side is closed
+        while True:
+            part = os.read(primary, 4096)
+            if not part:
+                break
+            shown += part
+    os.close(primary)
+    assert process.wait() == 1
+    lines = shown.decode().splitlines()
+    width = int(columns) if columns == "60" else 72
+    spaced = [line for line in lines if " " in line.strip()]
+    assert max(map(len, (line for line in spaced if str(tmp_path) not in line))) <= width
+    words = " ".join(" ".join(lines).split())
+    assert "it does not look at that folder, or does not find the package" in words
 
 
 # --- signals ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from bnb_dispatch_fix import child
 from bnb_dispatch_fix.cli import main
 from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
-from bnb_dispatch_fix.planning import PlanError
+from bnb_dispatch_fix.planning import PlanError, checkpoint
 from bnb_dispatch_fix.planning import command as plan_command
 from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
 from bnb_dispatch_fix.planning.examples import EXAMPLES
@@ -36,10 +36,35 @@ GIB = 2**30
         ("1TiB", 2**40),
         ("4096", 4096),
         ("0", 0),
+        ("22g", 22 * GIB),
+        ("22 G", 22 * GIB),
+        ("22Gi", 22 * GIB),
+        ("22000MiB", 22000 * 2**20),
+        ("22000m", 22000 * 2**20),
+        ("1t", 2**40),
+        ("1024PB", None),
+        ("1048576TiB", 2**60),
     ],
 )
 def test_sizes(text, size):
-    assert parse_size(text) == size
+    if size is None:
+        with pytest.raises(PlanError, match="is no size"):
+            parse_size(text)
+    else:
+        assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["24", " 24 ", "1023", "1.5"])
+def test_a_size_without_a_unit_gets_the_likely_one(text):
+    with pytest.raises(PlanError, match=f"has no unit.*; {text.strip()}GiB is likely meant"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["1048577TiB", "9" * 400 + "GiB", "9" * 5000, "1" * 310 + ".5kb"])
+def test_sizes_that_nothing_has(text):
+    with pytest.raises(PlanError, match="is too large; at most 1024 PiB") as refusal:
+        parse_size(text)
+    assert len(str(refusal.value)) < 120
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "3QiB", "-1GiB", "1e3", "3 G B", "1.2.3GiB", "0x10"])
@@ -56,6 +81,12 @@ def test_what_is_no_size(text):
         ("0=22GiB,1=2GiB", [(0, 22 * GIB), (1, 2 * GIB)]),
         ("3=1GiB, 1=2GiB , disk=1TiB", [(3, GIB), (1, 2 * GIB), ("disk", 2**40)]),
         ("mps=16GiB", [("mps", 16 * GIB)]),
+        ("2x24GiB,1x12GiB", [(0, 24 * GIB), (1, 24 * GIB), (2, 12 * GIB)]),
+        ("0=22GiB,CPU=60GiB,1x2g", [(0, 22 * GIB), ("cpu", 60 * GIB), (1, 2 * GIB)]),
+        ("5=1GiB,2 × 2 GiB", [(5, GIB), (6, 2 * GIB), (7, 2 * GIB)]),
+        ("128x1GiB", [(number, GIB) for number in range(128)]),
+        ("127=1GiB", [(127, GIB)]),
+        ("002x1GiB", [(0, GIB), (1, GIB)]),
     ],
 )
 def test_budgets(text, budgets):
@@ -72,11 +103,32 @@ def test_budgets(text, budgets):
         ("GPU0=3GiB", "'GPU0' is no device"),
         ("2x3GiB,1=4GiB", "device 1 is there twice"),
         ("0=3Gigs", "'3Gigs' is no size"),
+        ("24", "found '24'; such as 1x24GiB"),
+        ("2x24", "'24' has no unit"),
+        ("0x3GiB", "'0x3GiB' names no device; expected 1 to 128"),
+        ("000x3GiB", "names no device"),
+        ("129x1GiB", "names too many devices; at most 128, 0 to 127"),
+        ("3000000000x1GiB", "names too many devices; at most 128"),
+        ("999999999999x1GiB", "names too many devices; at most 128"),
+        ("9" * 5000 + "x1GiB", "names too many devices; at most 128"),
+        ("100x1GiB,100x1GiB", "names too many devices; at most 128"),
+        ("128=1GiB", "'128' is no device; the largest number is 127"),
+        ("9" * 5000 + "=1GiB", "is no device; the largest number is 127"),
+        ("0=" + "9" * 400 + "GiB", "is too large; at most 1024 PiB"),
+        ("²=5GiB", "'²' is no device"),
+        ("²x5GiB", "expected COUNTxSIZE"),
+        ("0=²GiB", "'²GiB' is no size"),
+        ("٣x5GiB", "expected COUNTxSIZE"),
+        ("1=3GiB,2x3GiB,2=3GiB", "device 2 is there twice"),
+        ("cpu=3GiB,CPU=3GiB", "device cpu is there twice"),
+        ("\x1b[2J=3GiB", r"'\\\\x1b\[2J' is no device"),
     ],
 )
 def test_budgets_that_cannot_be_read(text, said):
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=said) as refusal:
         parse_budgets(text)
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 200
 
 
 @pytest.fixture
@@ -115,7 +167,10 @@ def test_the_job_says_what_the_options_say(asked, capsys):
     assert sixteen["quantization"] is None
 
 
-@pytest.mark.parametrize("settings, bits", [({}, "4"), ({"quantization_config": {}}, None)])
+@pytest.mark.parametrize(
+    "settings, bits",
+    [({}, "4"), ({"quantization_config": {}}, None), ({"quantization_config": None}, "4")],
+)
 def test_a_checkpoint_with_a_quantization_keeps_it(asked, tmp_path, settings, bits):
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     for path in (tmp_path, tmp_path / "config.json"):
@@ -148,6 +203,44 @@ def test_unknown_choices_are_exit_code_2(capsys, options):
         main(["plan", *options])
     assert stopped.value.code == 2
     assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("llama3-8b", "invalid choice: 'llama3-8b' (did you mean llama-3-8b?)"),
+        ("Mixtral-8x7B", "did you mean mixtral-8x7b?"),
+        ("gpt-9", "(choose from "),
+    ],
+)
+def test_a_misspelt_example_gets_the_nearest(capsys, name, said):
+    with pytest.raises(SystemExit):
+        main(["plan", "--example", name])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given, expected", [([], None), (["--trust-remote-code"], True)])
+def test_code_of_a_checkpoint_is_trusted_only_when_that_is_said(asked, given, expected):
+    main(["plan", "a-folder", "--max-memory", "1x4GiB", *given])
+    assert asked[0].get("trust_remote_code") == expected
+
+
+@pytest.mark.parametrize(
+    "auto_map, file",
+    [
+        ({"AutoConfig": "configuration_x.XConfig"}, "configuration_x.py"),
+        ({"AutoConfig": ["a.b.XConfig", None]}, "a.b.py"),
+        ({"AutoConfig": "owner/name--configuration_x.XConfig"}, "owner/name: configuration_x.py"),
+        ({"AutoModelForCausalLM": "modeling_x.X"}, None),
+        ({"AutoConfig": 7}, None),
+        ({"AutoConfig": []}, None),
+        ("configuration_x.XConfig", None),
+        (None, None),
+    ],
+)
+def test_the_file_with_a_checkpoint_s_own_code(auto_map, file):
+    assert checkpoint.own_code({"auto_map": auto_map}) == file
+    assert checkpoint.own_code({}) is checkpoint.own_code(None) is None
 
 
 def test_the_picture_is_written(asked, tmp_path):
@@ -185,6 +278,9 @@ class Model:
         (7, {}, "found builtins.int"),
         ("x", {"max_memory": "46GB"}, "max_memory: expected a dict"),
         ("x", {"max_memory": {0: object()}}, "neither bytes nor a text"),
+        ("x", {"max_memory": "0x4GiB"}, "max_memory: '0x4GiB' names no device"),
+        ("x", {"max_memory": "2x4"}, "max_memory: '4' has no unit"),
+        ("/dev/zero", {}, "/dev/zero: is no regular file"),
         ("x", {"device_map": "autoo"}, "device_map: expected one of auto, balanced"),
         ("x", {"device_map": {"": 0}}, "device_map: expected one of"),
         ("x", {"quantization_config": 4}, "quantization_config: expected"),
@@ -236,6 +332,33 @@ def test_what_the_other_process_is_sent(monkeypatch):
     json.dumps(sent)
 
 
+def test_budgets_as_one_text(monkeypatch):
+    sent = []
+
+    def ask(task, job, **options):
+        sent.append(job)
+        return child.Ending([{"error": "\x1b[2J"}], 0, "")
+
+    monkeypatch.setattr(child, "ask", ask)
+    with pytest.raises(PlanError) as refusal:
+        bnb_dispatch_fix.plan("folder", max_memory="2x24GiB,cpu=60g", trust_remote_code=True)
+    assert sent[0]["max_memory"] == [[0, 24 * GIB], [1, 24 * GIB], ["cpu", 60 * GIB]]
+    assert sent[0]["trust_remote_code"] is True
+    assert str(refusal.value) == r"\x1b[2J"
+
+
+@pytest.mark.parametrize("executable", [None, "", "/no/such/python"])
+def test_without_a_python_to_ask(monkeypatch, capsys, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    for options in ([], ["--max-memory", "1x4GiB"]):
+        assert main(["plan", "--example", "llama-3-8b", *options]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert "started" in captured.err
+    assert main(["demo"]) == 2
+    assert "the demo cannot run here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "source, said",
     [
@@ -267,6 +390,14 @@ def test_the_spinner_waits_a_second_and_cleans_up():
     assert "planning llama without its weights, 2 s" in terminal.getvalue()
     spinner.clear()
     assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_the_spinner_s_line_is_narrower_than_a_terminal():
+    terminal = Terminal()
+    spinner = Spinner("\x1b[2J" + "x" * 500, terminal, iter([0.0, 9.0]).__next__)
+    spinner.turn()
+    assert "\\x1b[2Jxxx" in terminal.getvalue()
+    assert len(terminal.getvalue()) < 80
 
 
 def test_no_spinner_where_nobody_watches():

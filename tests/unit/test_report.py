@@ -114,6 +114,103 @@ def test_rich_prints_the_same_facts():
     assert "-> fits with the backport" in text
 
 
+def visible_of(terminal):
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+
+
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("columns", [80, 100, 72])
+def test_a_terminal_of_its_width(monkeypatch, columns, rich):
+    if rich:
+        pytest.importorskip("rich", reason="rich is optional and not installed here")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(report, "columns", lambda stream: columns)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    long = "needs 4.50 GiB: " + "one two three " * 30 + "end"
+    error = "ValueError: " + "some words of an error " * 15 + "."
+    runs = plans.plan().runs
+    first = plans.Run("release", "refused", error, plans.BEFORE, runs[0].devices)
+    plan = plans.plan(runs=(first, *runs[1:]), verdict=long, notes=(long,))
+    terminal = Terminal()
+    report.print_plan(plan, terminal)
+    lines = visible_of(terminal).splitlines()
+    assert max(map(len, lines)) <= columns
+    words = " ".join(visible_of(terminal).split())
+    assert " ".join(error.split()) in words
+    assert words.count("one two three") == 60
+    assert next(line for line in lines if line.startswith("GPU 1")).split() == [
+        *("GPU", "1", "3.60", "██████████", "3.50", "███████░░░", "2.50", "███████░░░", "2.50")
+    ]
+
+
+@pytest.mark.parametrize("plain", ["NO_COLOR", "pipe"])
+def test_no_colours_where_none_are_welcome(monkeypatch, plain):
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    if plain == "pipe":
+        monkeypatch.delenv("NO_COLOR")
+        stream.isatty = lambda: False
+    monkeypatch.setenv("TERM", "xterm-256color")
+    report.print_plan(plans.plan(), stream)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_colours_where_they_are(monkeypatch):
+    pytest.importorskip("rich", reason="rich is optional and not installed here")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    report.print_plan(plans.plan(), terminal)
+    assert "\x1b[32m" in terminal.getvalue()
+
+
+ESCAPE = "\x1b]0;x\x07\u202e\x9b\udc80"
+SHOWN = r"\x1b]0;x\x07\u202e\x9b\udc80"
+
+
+def hostile_plan():
+    part = plans.Part(ESCAPE, 2 * GIB, 0)
+    run = plans.Run("release", "loads", ESCAPE, {ESCAPE: 0}, (plans.load(0, part),))
+    names = ("model", "strategy", "precision", "verdict")
+    return plans.plan(
+        **dict.fromkeys(names, ESCAPE), versions={ESCAPE: ESCAPE}, runs=(run, run, run),
+        largest=(part,), notes=(ESCAPE,), device_map={ESCAPE: ESCAPE},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "made",
+    [report.as_text, picture.as_html, lambda plan: pasteable(plan.device_map)],
+    ids=["text", "HTML", "device map"],
+)
+def test_no_name_can_steer_a_terminal(made):
+    text = made(hostile_plan())
+    assert text.replace("\n", "").isprintable()
+    assert SHOWN in text.replace("<wbr>", "").replace("u001b", "x1b").replace("u0007", "x07")
+    text.encode("utf-8")
+
+
+def test_a_map_with_such_names_can_be_pasted():
+    device_map = {ESCAPE: 0, f"{ESCAPE}.0": 0, f"{ESCAPE}.1": 0, "\U0001f917\n": ESCAPE}
+    assert eval(pasteable(device_map), {}) == device_map
+
+
+@pytest.mark.parametrize(
+    "error, shown",
+    [
+        ("a" * 100 + ". " + "b" * 500, "ValueError: " + "a" * 100 + ". …"),
+        ("word " * 100, "ValueError: " + "word " * 76 + "word …"),
+        ("Short. " * 20, "ValueError: " + ("Short. " * 20).strip()),
+        ("x" * 900, "ValueError: …"),
+    ],
+)
+def test_errors_end_with_a_sentence_or_a_word(error, shown):
+    budgets = Budgets({0: 10}, {0: 9})
+    attempt = runs_of.Attempt(None, ValueError(error))
+    assert runs_of.describe_run("release", attempt, COARSE, FINE, budgets)["error"] == shown
+
+
 # --- JSON -------------------------------------------------------------------------------------
 
 
