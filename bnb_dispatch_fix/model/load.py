@@ -7,6 +7,7 @@ map or an argument, is explained with what was noted.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -134,7 +135,7 @@ def measured(load: Load) -> Optional[Request]:
     torch: Any = sys.modules["torch"]
     default = torch.get_default_dtype()
     changes = {"device_map": "auto", "max_memory": None, "local_files_only": True}
-    again = Load("auto", None, {**load.arguments, **changes})
+    again = Load("auto", None, {**load.arguments, **_fresh_config(load), **changes})
     _loads.measuring = True
     try:
         with running(again):
@@ -147,6 +148,17 @@ def measured(load: Load) -> Optional[Request]:
         _loads.measuring = False
         torch.set_default_dtype(default)  # 4.x leaves its own behind where it is interrupted
     return None
+
+
+def _fresh_config(load: Load) -> Dict[str, Any]:
+    """The caller's configuration without the quantization that 4.30-4.37 have written into it."""
+    config = load.arguments.get("config")
+    asked = getattr(config, "quantization_config", None)
+    if asked is None or isinstance(asked, Mapping) or load.quantization is None:
+        return {}
+    fresh = copy.copy(config)
+    del fresh.quantization_config
+    return {"config": fresh}
 
 
 def leave_if_measuring(request: Optional[Request]) -> None:

@@ -101,6 +101,14 @@ def assert_offload_loads(shape, recipe, outcome):
     assert 4 * loads["cpu"] <= 12 * GIB
 
 
+def assert_head_loads(recipe, outcome):
+    """Head and embedding away, 2.5: 11.2 stay, and 1.25 are kept free to run the larger of them."""
+    assert outcome.error is None
+    loads = ONE_T4.loads(recipe["device_map"])
+    assert loads == {"cpu": ONE_T4.embed + ONE_T4.head, 0: sum(ONE_T4.blocks)}
+    assert loads[0] + ONE_T4.head <= 14 * GIB * 0.9
+
+
 def device_of(name, recipe):
     return shapes.device_of(name, recipe["device_map"])
 
@@ -120,7 +128,8 @@ def test_numbers_of_a_shortage_and_every_recipe():
     assert "layers.*.linear 11.20 (40 of them) 4-bit" in text
     assert "head 1.25" in text
     assert "1 more device of 14.00 GiB" in text
-    budgets, offload = recipes(text)
+    budgets, head, offload = recipes(text)
+    assert_head_loads(head, load(ONE_T4, **head))
     # 13.7 / 0.9 = 15.22
     assert budgets == {"max_memory": {0: "15.3GiB", "cpu": "12GiB"}}
     assert_loads(ONE_T4, load(ONE_T4, **budgets), {0: 15.3 * GIB})
