@@ -12,6 +12,7 @@ from bnb_dispatch_fix.explain import (
     hand_written,
     notes,
     offload_disk,
+    proofs,
     reading,
     whole_model,
 )
@@ -25,7 +26,7 @@ from bnb_dispatch_fix.model.machine import memory_of
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, search
 from bnb_dispatch_fix.model.units import Units
-from bnb_dispatch_fix.placement.records import Device, Impossible, Placement
+from bnb_dispatch_fix.placement.records import Device, Placement
 from bnb_dispatch_fix.states import contained
 from bnb_dispatch_fix.wording import HOST, amount, cell, device_name, kind_of, log
 
@@ -164,7 +165,7 @@ def _verdict(outcome: Outcome) -> str:
         return f"needs {amount(outcome.units.total)}, no accelerator has a budget"
     if isinstance(result, Placement):
         return "it fits: a placement of every module within the budgets exists"
-    return (result.certificate if isinstance(result, Impossible) else result).describe()
+    return proofs.told(result)
 
 
 def _odd_budgets(request: Request, outcome: Outcome) -> List[str]:

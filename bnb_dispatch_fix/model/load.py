@@ -156,7 +156,7 @@ def _fresh_config(load: Load) -> Dict[str, Any]:
     asked = getattr(config, "quantization_config", None)
     if asked is None or isinstance(asked, Mapping) or load.quantization is None:
         return {}
-    fresh = copy.copy(config)
+    fresh: Any = copy.copy(config)
     del fresh.quantization_config
     return {"config": fresh}
 

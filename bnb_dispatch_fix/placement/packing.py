@@ -128,7 +128,7 @@ def _verified(
     except CannotVerify:
         return Impossible(certificate, verified=False)
     if not holds:
-        raise SearchFault(f"no proof: {certificate.describe()}")
+        raise SearchFault(f"no proof: {certificate}")
     return Impossible(certificate, verified=True)
 
 

@@ -73,15 +73,6 @@ class TotalTooLarge:
     needed: int
     usable: int
 
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        if self.usable == 0:
-            return f"needs {_gib(self.needed)} GiB, no device has a budget"
-        short = _gib(self.needed - self.usable)
-        return (
-            f"needs {_gib(self.needed)} GiB, usable {_gib(self.usable)} GiB: short by {short} GiB"
-        )
-
 
 @dataclass(frozen=True)
 class UnitTooLarge:
@@ -90,14 +81,6 @@ class UnitTooLarge:
     names: Tuple[str, ...]
     needed: int
     largest_budget: int
-
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        names = " + ".join(f"`{name}`" for name in self.names)
-        what = f"{names} alone needs" if len(self.names) == 1 else f"{names} (tied) together need"
-        return (
-            f"{what} {_gib(self.needed)} GiB, the largest budget is {_gib(self.largest_budget)} GiB"
-        )
 
 
 @dataclass(frozen=True)
@@ -108,18 +91,6 @@ class TooManyLarge:
     count: int
     fits: Tuple[Tuple[Device, int], ...]
 
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        numbers = {number for _, number in self.fits}
-        if len(numbers) == 1:
-            each = f"{numbers.pop()} fit on each of {len(self.fits)} devices"
-        else:
-            each = ", ".join(f"{number} fit on {device}" for device, number in self.fits)
-        total = sum(number for _, number in self.fits)
-        return (
-            f"{self.count} units of at least {_gib(self.size)} GiB: {each}, {total} < {self.count}"
-        )
-
 
 @dataclass(frozen=True)
 class RoomUnusable:
@@ -129,19 +100,6 @@ class RoomUnusable:
     needed: int
     usable: Tuple[Tuple[Device, int], ...]
 
-    def describe(self) -> str:
-        """Return one line of English, sizes in GiB."""
-        numbers = {number for _, number in self.usable}
-        if len(numbers) == 1:
-            each = f"{_gib(numbers.pop())} GiB of each of {len(self.usable)} devices"
-        else:
-            each = ", ".join(f"{_gib(number)} GiB of {device}" for device, number in self.usable)
-        total = sum(number for _, number in self.usable)
-        return (
-            f"the units of at least {_gib(self.size)} GiB need {_gib(self.needed)} GiB, but they "
-            f"cannot be divided and fill at most {each}: {_gib(total)} GiB"
-        )
-
 
 @dataclass(frozen=True)
 class SearchComplete:
@@ -150,18 +108,8 @@ class SearchComplete:
     units: int
     devices: int
 
-    def describe(self) -> str:
-        """Return one line of English."""
-        return (
-            f"searched completely: no way to divide {self.units} units among {self.devices} devices"
-        )
-
 
 Certificate = Union[TotalTooLarge, UnitTooLarge, TooManyLarge, RoomUnusable, SearchComplete]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +129,3 @@ class GaveUp:
     """The search ended after `effort` nodes without a placement and without a proof."""
 
     effort: int
-
-    def describe(self) -> str:
-        """Return one line of English."""
-        return f"undecided: the search for a placement gave up after {self.effort} steps"

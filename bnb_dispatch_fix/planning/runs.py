@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
+from bnb_dispatch_fix.explain import proofs
 from bnb_dispatch_fix.model.budgets import Budgets, overfull
 from bnb_dispatch_fix.model.layout import collapsed, parts_by_device
 from bnb_dispatch_fix.model.units import Units
@@ -84,8 +85,7 @@ def verdict(
     if isinstance(result, Placement):
         pairs = None if exact is None else list(exact.items())
         return {"fits": True, "verdict": "fits with the device_map below", "device_map": pairs}
-    why = result.certificate if isinstance(result, Impossible) else result
-    return {"fits": False, "verdict": why.describe(), "device_map": None}
+    return {"fits": False, "verdict": proofs.told(result), "device_map": None}
 
 
 _HELP = {

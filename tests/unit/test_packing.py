@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_oracle import best_rank, planted, random_instance, rank_of
 
+from bnb_dispatch_fix.explain.proofs import told
 from bnb_dispatch_fix.placement import packing
 from bnb_dispatch_fix.placement.certificates import (
     SearchComplete,
@@ -248,7 +249,7 @@ def test_gives_up_when_the_effort_is_too_small():
     units = [Unit(str(n), size) for n, size in enumerate(sizes)]
     budgets = {**dict.fromkeys(range(12), 100), 12: 101, 13: 99}
     assert pack(units, budgets, effort=10) == GaveUp(10)
-    assert "gave up after 10 steps" in GaveUp(10).describe()
+    assert "gave up after 10 steps" in told(GaveUp(10))
 
 
 def test_complete_search_proves_what_no_bound_sees():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from packing_oracle import best_rank, random_instance
 
+from bnb_dispatch_fix.explain.proofs import described
 from bnb_dispatch_fix.placement.certificates import (
     CannotVerify,
     RoomUnusable,
@@ -38,7 +39,7 @@ PROOFS = [
         units_of(0),
         {0: 0},
         TotalTooLarge(0, 0),
-        "needs 0.00 GiB, no device has a budget",
+        "needs 0 bytes, no device has a budget",
     ),
     (
         [Unit("lm_head", 3 * GIB), Unit("norm", 1)],
@@ -62,7 +63,7 @@ PROOFS = [
         units_of(3 * GIB, 3 * GIB, GIB, 3 * GIB),
         {0: 7 * GIB, "xpu": 2 * GIB, 2: GIB},
         TooManyLarge(3 * GIB, 3, ((0, 2), (2, 0), ("xpu", 0))),
-        "3 units of at least 3.00 GiB: 2 fit on 0, 0 fit on 2, 0 fit on xpu, 2 < 3",
+        "3 units of at least 3.00 GiB: 2 fit on GPU 0, 0 fit on GPU 2, 0 fit on xpu, 2 < 3",
     ),
     (
         # No two fit together, and of each device at most 6 of 10 are used.
@@ -84,7 +85,7 @@ PROOFS = [
 @pytest.mark.parametrize(("units", "budgets", "certificate", "text"), PROOFS)
 def test_proof_holds_and_reads_well(units, budgets, certificate, text):
     assert verify(certificate, units, budgets)
-    assert certificate.describe() == text
+    assert described(certificate) == text
 
 
 @pytest.mark.parametrize(("units", "budgets", "certificate", "text"), PROOFS)
