@@ -9,6 +9,7 @@ from bnb_dispatch_fix import features
 from bnb_dispatch_fix.backport.dispatch import all_on_disk
 from bnb_dispatch_fix.explain import (
     arguments,
+    experts,
     hand_written,
     notes,
     offload_disk,
@@ -34,12 +35,12 @@ from bnb_dispatch_fix.wording import HOST, amount, cell, device_name, kind_of, l
 _REFUSAL = re.compile(r"\bcpu\b.{0,40}\bdisk\b", re.IGNORECASE | re.DOTALL)
 #: From this share on, what is not quantized is said first.
 _LARGE_SHARE = 0.2
-_EXPERTS = "one tensor for all of a layer, where only linear layers are quantized"
 _MOST_PARTS = 6
 _TRIED = (
     "no max_memory",
     "every GPU named",
     "higher budgets",
+    "double quantization, of which no planner takes account",
     "4 instead of 8 bits",
     "16 instead of 32",
     "head and embedding on the CPU",
@@ -152,10 +153,9 @@ def _not_quantized(request: Request, fine: Units, model: Mapping[str, Any]) -> L
     kinds = sorted(describe_model(fine)["largest"], key=lambda kind: kind.quantized - kind.size)
     named = [kind for kind in kinds if kind.unquantized >= 0.05 * plain][:3]
     text = ", ".join(f"{kind.name} {cell(kind.unquantized)}" for kind in named)
-    experts = sum(kind.unquantized for kind in kinds if "expert" in kind.name)
     return [
         f"{cell(plain)} of {amount(total)} are not quantized: {text}",
-        *([f"{cell(experts)} of it are experts: {_EXPERTS}"] if experts > 0.05 * plain else []),
+        *experts.lines(request, fine),
     ]
 
 

@@ -63,6 +63,8 @@ def loads(
     if stored is not None:
         changed = changed._replace(sizer=stored.sizer)
     try:
+        if not on_host and changed.units().total > sum(changed.budgets().accelerators.values()):
+            return None  # there is no need to ask
         with _hushed():
             device_map = _planned(changed, stored)
     except Exception:  # noqa: BLE001  # refused, or not understood: not with these arguments

@@ -232,9 +232,12 @@ def test_experts_are_named_first():
                 quantization_config=shapes.quantization(),
             )
         )
-    first, second, *_ = note(outcome.error).splitlines()
+    first, second, third, *_ = note(outcome.error).splitlines()
     assert re.search(r"55\.\d\d of 55\.60 GiB are not quantized: .*experts", first)
     assert second.startswith("54.00 of it are experts")
+    # 54 × 0.25 = 13.5, and 55.6 - 54 stay: what 4.57.6 plans, see the test below.
+    assert "4.57.6 has a linear layer for each expert" in third
+    assert third.endswith("15.09 GiB")
 
 
 # --- the error stays the same -----------------------------------------------------------------
