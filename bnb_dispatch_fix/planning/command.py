@@ -141,7 +141,7 @@ def _model(model: Optional[str], example: Optional[str]) -> Dict[str, Any]:
         chosen = EXAMPLES[example]
         config = {**DEFAULTS, **chosen.config}
         return {"config": config, "since": chosen.since, "label": example}
-    assert model is not None
+    assert model is not None  # noqa: S101  # the parser has seen to it
     found = checkpoint.settings(model)
     return {"path": model, "quantized": checkpoint.is_quantized(found)}
 

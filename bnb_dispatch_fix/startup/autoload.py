@@ -139,7 +139,7 @@ def starts_with_shim() -> Optional[bool]:
         return None
     try:
         with tempfile.TemporaryDirectory() as empty:
-            finished = subprocess.run(
+            finished = subprocess.run(  # noqa: S603  # our own Python and our own text
                 [sys.executable, "-c", _CHECK],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
-from bnb_dispatch_fix import features
+from bnb_dispatch_fix import features, states
 from bnb_dispatch_fix.model import requests
 from bnb_dispatch_fix.model.budgets import overfull
 from bnb_dispatch_fix.model.device_map import all_on_host
@@ -21,7 +21,6 @@ from bnb_dispatch_fix.model.load import (
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
-from bnb_dispatch_fix.states import contained
 from bnb_dispatch_fix.wording import gib, log, one_line
 from bnb_dispatch_fix.wrappers.contained import contained
 
@@ -201,7 +200,7 @@ def _read(
     try:
         return read(installed, args, kwargs)
     except Exception as error:  # noqa: BLE001  # the installed planner is on its own
-        log(contained("request unread", error), "request unread", error)
+        log(states.contained("request unread", error), "request unread", error)
         return None
 
 
@@ -214,7 +213,7 @@ def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
     try:
         return bool(overfull(request.units().loads(device_map), request.budgets()))
     except Exception as fault:  # noqa: BLE001  # the map stays as it is
-        log(contained("loads unchecked", fault), "loads unchecked", fault)
+        log(states.contained("loads unchecked", fault), "loads unchecked", fault)
         return False
 
 
@@ -236,7 +235,9 @@ def _instead(
             _announce(request, why or _short(error), outcome)
             return outcome.device_map, outcome
     except Exception as fault:  # noqa: BLE001  # the installed answer stays
-        level = logging.DEBUG if error is not None else contained("no exact placement", fault)
+        level = (
+            logging.DEBUG if error is not None else states.contained("no exact placement", fault)
+        )
         log(level, "no exact placement", fault)
         return None, None
     remember(request, outcome, refused)

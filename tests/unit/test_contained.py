@@ -126,7 +126,7 @@ def test_what_is_due_after_loading_is_said_then_and_only_then(caplog):
 class Quantizer:
     """Quantizes with bitsandbytes, and cannot offload."""
 
-    class quantization_config:  # noqa: N801  # an attribute
+    class quantization_config:  # an attribute
         llm_int8_enable_fp32_cpu_offload = False
 
 
