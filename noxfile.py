@@ -4,7 +4,7 @@
 """Test sessions: lint, types, unit tests, the demo, and one cell per row of compat_matrix.yaml.
 
 `nox` runs what every change must pass; `nox -s matrix` runs all rows, `nox -s matrix -- 4.57`
-those whose name contains "4.57".
+those whose name contains "4.57"; `nox -s legacy` those of legacy environments.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from packaging.version import Version
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
 TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113", "jsonschema>=4.17"]
-#: The release of torch that every row was seen to work with.
-TORCH = "2.13.0"
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {
     *("python", "torch", "bounds", "ci", "deep", "quantizers"),
-    *("demo", "expected", "bench", "true_sizes", "fuzz", "overrides", "environment"),
+    *("demo", "expected", "bench", "true_sizes", "fuzz", "overrides", "environment", "legacy"),
 }
 
 #: What every cell shows; rows with `deep` run all of tests/release.
@@ -46,7 +44,13 @@ BUILT: list[str] = []
 COMPILED: dict[str, Path] = {}
 
 Row = dict[str, Any]
-ROWS: list[Row] = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))["tested"]
+MATRIX = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))
+ROWS: list[Row] = [row for row in MATRIX["tested"] if not row.get("legacy")]
+LEGACY: list[Row] = [row for row in MATRIX["tested"] if row.get("legacy")]
+#: The release of torch that every other row was seen to work with.
+TORCH: str = MATRIX["torch"]
+#: What names a legacy row, among its many pins.
+NAMING = ("torch", "transformers", "accelerate", "bitsandbytes")
 
 
 def pins(row: Row) -> list[str]:
@@ -55,6 +59,8 @@ def pins(row: Row) -> list[str]:
 
 def name(row: Row) -> str:
     """A row as people write it: "py3.11 transformers4.57.6 accelerate1.14.0 ..."."""
+    if row.get("legacy"):
+        return "-".join([f"py{row['python']}", *(f"{key}{row[key]}" for key in NAMING)])
     parts = [f"py{row['python']}", *(pin.replace("==", "") for pin in pins(row))]
     parts += ["lowest"] if row.get("bounds") == "lowest" else []
     return "-".join(parts if row.get("torch", True) else [*parts, "no_torch"])
@@ -79,6 +85,7 @@ nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["lint", "types", "unit", "demo"]
 nox.options.sessions += [f"matrix({name(row)})" for row in ROWS if row.get("ci")]
+nox.options.sessions += [f"legacy({name(row)})" for row in LEGACY if row.get("ci")]
 
 
 def torch_cpu(python: str) -> list[str]:
@@ -189,7 +196,7 @@ def tests(row: Row) -> list[str]:
         return ["tests/unit"]
     # Importing an old release warns, also while tests are collected: that is its affair.
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
-    if row.get("deep"):
+    if row.get("deep") or row.get("legacy"):
         return [*warnings, "tests/release"]
     if not row.get("torch", True):
         parts = WITHOUT_TORCH
@@ -207,6 +214,37 @@ def matrix(session: nox.Session, row: Row) -> None:
     install_row(session, row, *TEST_TOOLS)
     result = RESULTS / "cells" / f"{name(row)}.json"
     run_pytest(session, *tests(row), f"--cell-result={result}")
+
+
+@nox.session
+@nox.parametrize("python,row", cells(LEGACY, tag="ci"))
+def legacy(session: nox.Session, row: Row) -> None:
+    """A legacy environment with all its pins, the wheel put in by its own pip; gone afterwards."""
+    if not all(part in name(row) for part in session.posargs):
+        session.skip(f"its name does not contain {' '.join(session.posargs)}")
+    # A cache of its own: a CUDA build of torch takes gigabytes, and no other cell has its use.
+    cache = session.cache_dir / "legacy"
+    try:
+        install_pins(session, f"torch=={row['torch']}", *pins(row), cache=cache)
+        session.run("python", "tests/matrix/own_pip.py", wheel(session))
+        install_pins(session, *TEST_TOOLS, *pins(row), cache=cache)
+        result = RESULTS / "legacy" / f"{name(row)}.json"
+        run_pytest(session, *tests(row), f"--cell-result={result}")
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def install_pins(session: nox.Session, *requirements: str, cache: Path) -> None:
+    """Install what a legacy row says; what cannot be installed ends the cell in one line."""
+    said = session.run_install(
+        *("uv", "pip", "install", "--quiet", "--color", "never", "--cache-dir", str(cache)),
+        *requirements,
+        silent=True,
+        success_codes=range(256),
+    )
+    if isinstance(said, str) and said.strip():  # with --quiet, only what went wrong is said
+        session.error(f"cannot install: {' '.join(said.split())[:400]}")
 
 
 @nox.session(venv_backend="none")

@@ -28,7 +28,7 @@ from bnb_dispatch_fix.planning import checkpoint, simulation
 from bnb_dispatch_fix.planning import runs as planned_runs
 from bnb_dispatch_fix.planning.records import RUNS, PlanError
 from bnb_dispatch_fix.planning.runs import Attempt
-from bnb_dispatch_fix.wording import one_line
+from bnb_dispatch_fix.wording import bytes_in, one_line
 
 #: Longer texts of errors are cut.
 _LONGEST = 200
@@ -68,8 +68,21 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         load = _loader(job, config, folder)
         with simulation.simulated_gpus(free):
-            attempts, request = _ask_all(load)
+            try:
+                attempts, request = _ask_all(load)
+            except PlanError as error:
+                raise PlanError(f"{error}{_unread_budgets(job)}") from error
             return _answer(job, attempts, request)
+
+
+def _unread_budgets(job: Mapping[str, Any]) -> str:
+    """The budgets that are no size, to be told with an error that may not name them (4.30)."""
+    unread = [
+        f"max_memory[{device!r}]={budget!r} is no size"
+        for device, budget in job["max_memory"] or ()
+        if isinstance(budget, str) and bytes_in(budget) is None
+    ]
+    return "".join(f"; {text}" for text in unread)
 
 
 def _answer(

@@ -15,7 +15,12 @@ pytest.importorskip("transformers", reason="generates from real checkpoints: nee
 ACCELERATE = Version(installed("accelerate") or "0")
 TRANSFORMERS = Version(installed("transformers") or "0")
 UPSTREAM = Version("1.15.0")
-REFUSED = "ValueError: You are trying to offload the whole model to the disk"
+#: 0.20 looks for an accelerator in the map, which has none.
+REFUSED = (
+    "ValueError: You are trying to offload the whole model to the disk"
+    if Version("0.21.0.dev0") <= ACCELERATE
+    else "IndexError: list index out of range"
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,8 @@ def test_transformers_is_refused_without_the_shim(answers, weights):
 def test_dispatch_model_gives_the_tokens_of_the_cpu(answers, weights):
     if ACCELERATE >= UPSTREAM:
         pytest.skip('accelerate 1.15.0 writes no weights for the key "" itself')
+    if Version("0.21.0.dev0") > ACCELERATE:
+        pytest.skip("accelerate 0.20 is repaired where transformers calls it")
     found = answers["on"][weights]
     assert_runs(found["dispatch_model"], found["expected"])
     assert found["dispatch_model"]["device_map"] == {"": "disk"}

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="plans real models: needs torch")
 import transformers
 from cell import STANDS_FOR_OTHERS, TRANSFORMERS
 from meta import on_meta
+from shapes import SHARE
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix.planning import PlanError, simulation
@@ -30,9 +31,11 @@ GIB = 2**30
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 HAS_BOTH = Version("5.18.0")
 #: Llama-3-8B by hand: two tables of 128256 x 4096 and 65 norms in 16 bits, rotary frequencies
-#: (64 in fp32, one per model from 4.45 on), and 32 blocks in 4 bits.
+#: (64 in fp32, one per model from 4.45 on), and 32 blocks in 4 bits. 4.30 knows no groups of heads.
 TABLE = 128256 * 4096 * 2
-BLOCK_4BIT = (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) // 2
+HAS_GROUPS = hasattr(transformers.LlamaConfig(), "num_key_value_heads")
+KEYS = 1024 if HAS_GROUPS else 4096
+BLOCK_4BIT = (2 * 4096 * 4096 + 2 * 4096 * KEYS + 3 * 4096 * 14336) // 2
 NORMS = 65 * 4096 * 2
 
 
@@ -94,7 +97,11 @@ def test_a_run_is_what_from_pretrained_does(small, in_process, run, environment)
 def test_the_three_planners(small):
     release, backport, rescue = small.runs
     fixed = TRANSFORMERS >= HAS_BOTH
-    assert release.outcome == ("loads" if fixed else "refused" if is_v5() else "offloads")
+    if is_v5():
+        assert release.outcome == ("loads" if fixed else "refused")
+    else:  # where each block has rotary tables, the last GPU gets more than it has, besides
+        assert release.outcome in ("offloads", "overfull")
+        assert release.device_map["lm_head"] == "cpu"
     assert backport.outcome == rescue.outcome == "loads"
     assert small.fits
     assert small.device_map == (release if fixed else backport).device_map
@@ -149,9 +156,9 @@ def test_a_model_is_planned_as_its_checkpoint_and_this_process_is_left_alone(
 def test_sizes_of_llama_3_8b_are_those_worked_out_by_hand(llama):
     by_hand = 2 * TABLE + 32 * BLOCK_4BIT + NORMS
     assert llama["quantized"] == 32 * BLOCK_4BIT
-    # Before 4.45 each block has its rotary tables: 8192 positions, cosine and sine, 128 wide.
+    # Before 4.45 a block may have rotary tables: 8192 positions, cosine and sine, 128 wide.
     tables = llama["total"] - by_hand
-    assert 64 * 4 <= tables <= 32 * (8192 * 128 * 2 * 2 + 64 * 4)
+    assert 64 * 4 <= tables <= 32 * (8192 * 128 * 2 * 4 + 64 * 4)
     assert llama["unquantized"] == llama["total"] - llama["quantized"]
 
 
@@ -161,7 +168,8 @@ def test_llama_3_8b_on_eight_gpus(llama):
         for run in llama["runs"]
     ]
     assert all(
-        d["usable"] == int(3.6 * GIB) or d["device"] == "cpu" for d in llama["runs"][0]["devices"]
+        d["usable"] == int(SHARE * 4 * GIB) or d["device"] == "cpu"
+        for d in llama["runs"][0]["devices"]
     )
     if is_v5():
         expected = {"1": 1.6, "2": 1.6, "3": 1.0, "4": 1.0}  # transformers 5.24.0 by itself
@@ -179,8 +187,11 @@ def test_a_model_that_does_not_fit_in_sixteen_bits(llama):
     assert code == 1, err
     told = json.loads(out)
     assert told["quantized"] == 0
-    # accelerate counts the rotary frequencies in 16 bits where there is no quantizer.
-    assert told["total"] == pytest.approx(llama["total"] + 3 * llama["quantized"], abs=2**20)
+    # accelerate counts rotary frequencies and tables in 16 bits where there is no quantizer.
+    rotary = llama["total"] - 2 * TABLE - 32 * BLOCK_4BIT - NORMS
+    assert told["total"] == pytest.approx(
+        llama["total"] + 3 * llama["quantized"], abs=2**20 + rotary // 2
+    )
     total = told["total"] / GIB
     assert told["verdict"] == (
         f"needs {total:.2f} GiB, usable 12.00 GiB: short by {total - 12:.2f} GiB"

@@ -20,7 +20,9 @@ OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text("utf-8") for path in [*readme.DOCUMENTS, *OTHERS]
 }
-ROWS = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))["tested"]
+TESTED = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))["tested"]
+ROWS = [row for row in TESTED if not row.get("legacy")]
+LEGACY = [row for row in TESTED if row.get("legacy")]
 
 
 def fenced(text, language):
