@@ -211,11 +211,13 @@ def _lower_dtype(request: Request, outcome: Outcome) -> Optional[Recipe]:
     )
     if not _places(request, outcome.budgets, stored):
         return None
-    return Recipe("16 bits for what is not quantized", f"{dtype_argument()}=torch.bfloat16")
+    return Recipe("16 bits for what is not quantized", f"{_dtype_argument(request)}=torch.bfloat16")
 
 
-def dtype_argument() -> str:
+def _dtype_argument(request: Request) -> str:
     """The name that the installed `from_pretrained` has for the dtype."""
+    if request.is_diffusers:
+        return "torch_dtype"
     version = getattr(sys.modules.get("transformers"), "__version__", "0")
     return "dtype" if Version(version) >= _DTYPE_SINCE else "torch_dtype"
 

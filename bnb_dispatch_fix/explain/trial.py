@@ -31,6 +31,8 @@ _CHATTY = (
     "transformers.integrations.accelerate",
     "transformers.quantizers.quantizer_bnb_4bit",
     "transformers.quantizers.quantizer_bnb_8bit",
+    "diffusers.models.model_loading_utils",
+    "diffusers.quantizers.bitsandbytes.bnb_quantizer",
 )
 
 Map = Dict[str, Device]
@@ -177,10 +179,13 @@ def _quantizer(request: Request, stored: Optional[Stored]) -> Any:
 
 def _fresh(request: Request, config: Any) -> Any:
     """A new quantizer of the installed release; None where it has none (before 4.38)."""
-    auto: Any = sys.modules.get("transformers.quantizers.auto")
+    stored = bool(getattr(request.quantizer, "pre_quantized", False))
+    if request.is_diffusers:
+        auto: Any = sys.modules["diffusers.quantizers.auto"]
+        return auto.DiffusersAutoQuantizer.from_config(config, pre_quantized=stored)
+    auto = sys.modules.get("transformers.quantizers.auto")
     if auto is None or not hasattr(config, "quant_method"):
         return None
-    stored = bool(getattr(request.quantizer, "pre_quantized", False))
     return auto.AutoHfQuantizer.from_config(config, pre_quantized=stored)
 
 

@@ -36,7 +36,8 @@ class Request(NamedTuple):
     says that the planner adds what torch has reserved and does not use; `no_placement` are the
     names of parameters that it leaves without a place where the model does not fit with them;
     `counts_true_sizes` says that its own count of each tensor is that of `sizer`; `call` is the
-    installed planner and what it was given, by name, for who wants to ask it again.
+    installed planner and what it was given, by name, for who wants to ask it again; `refuses` asks
+    a quantizer whose refusals are not known here (see `refuses_offload`) about a map.
     """
 
     model: Any
@@ -52,11 +53,18 @@ class Request(NamedTuple):
     no_placement: FrozenSet[str] = frozenset()
     counts_true_sizes: bool = False
     call: Optional[Tuple[Callable[..., Any], Mapping[str, Any]]] = None
+    refuses: Optional[Callable[[Mapping[str, Device]], bool]] = None
 
     @property
     def is_bitsandbytes(self) -> bool:
         """Whether bitsandbytes will quantize the model."""
-        return _offload_switch(self.quantizer) is not None
+        return is_bitsandbytes(self.quantizer)
+
+    @property
+    def is_diffusers(self) -> bool:
+        """Whether the model is one of diffusers'; its arguments and quantizers are its own."""
+        classes = type(self.model).__mro__
+        return any(base.__module__.startswith("diffusers.") for base in classes)
 
     @property
     def refuses_offload(self) -> bool:
@@ -89,6 +97,11 @@ class Request(NamedTuple):
             sizer=self.sizer,
             no_placement_params=no_placement_params,
         )
+
+
+def is_bitsandbytes(quantizer: Any) -> bool:
+    """Whether a quantizer, or a configuration of accelerate's, is that of bitsandbytes."""
+    return _offload_switch(quantizer) is not None
 
 
 def _offload_switch(quantizer: Any) -> Optional[bool]:

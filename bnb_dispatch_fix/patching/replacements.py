@@ -10,7 +10,7 @@ from bnb_dispatch_fix.backport import accelerate, dispatch, transformers_v5
 from bnb_dispatch_fix.patching.patches import Handler
 from bnb_dispatch_fix.patching.probe import ProbeResult, probe_balanced_fault, signature_mismatch
 from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
-from bnb_dispatch_fix.wrappers import loading, planners
+from bnb_dispatch_fix.wrappers import diffusers, loading, planners
 
 #: The installed function, and the arguments of a call of it.
 _Call = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]]
@@ -92,6 +92,12 @@ REPLACEMENTS: Mapping[str, Replacement] = {
         ("model", "max_memory", "no_split_module_classes", "dtype"),
         ("get_max_memory",),
     ),
+    "diffusers._determine_device_map": Replacement(
+        diffusers.planner,
+        ("model", "device_map", "max_memory", "torch_dtype", "keep_in_fp32_modules"),
+        ("get_max_memory", "get_balanced_memory", "infer_auto_device_map"),
+    ),
+    "diffusers.from_pretrained": Replacement(loading.from_pretrained, ()),
     "accelerate.get_quantized_model_device_map": Replacement(
         planners.accelerate_bnb_planner,
         ("model", "bnb_quantization_config", "device_map", "max_memory"),

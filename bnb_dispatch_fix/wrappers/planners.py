@@ -51,7 +51,7 @@ def _planning() -> Iterator[None]:
 
 def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands for `_get_device_map` of transformers 4.50 and newer."""
-    return _around(requests.from_transformers, installed, args, kwargs)
+    return around(requests.from_transformers, installed, args, kwargs)
 
 
 def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,21 +64,21 @@ def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any)
         return installed(*args, **kwargs)
     model = args[0] if args else kwargs.get("model")
     read = read_request if is_asking(model) else requests.from_accelerate
-    return _around(read, installed, args, kwargs)
+    return around(read, installed, args, kwargs)
 
 
 def accelerate_bnb_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Stands for accelerate's `get_quantized_model_device_map`."""
-    return _around(requests.from_accelerate_bnb, installed, args, kwargs)
+    return around(requests.from_accelerate_bnb, installed, args, kwargs)
 
 
-def _around(
+def around(
     read: RequestReader,
     installed: Callable[..., Any],
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
-    """Call the installed planner; step in only where its answer would be refused."""
+    """Call a planner; step in only where its answer would be refused."""
     request = _read(read, installed, args, kwargs)
     leave_if_measuring(request)
     if request is None:
@@ -137,7 +137,11 @@ def _answer(
 
 def _wrong_with(request: Request, device_map: Any) -> Optional[str]:
     """Why a map will be refused, or should be; None where nothing is wrong with it."""
-    if not (request.refuses_offload and isinstance(device_map, Mapping)):
+    if not isinstance(device_map, Mapping):
+        return None
+    if request.refuses is not None and request.refuses(device_map):
+        return "a map that its quantizer refuses"
+    if not request.refuses_offload:
         return None
     if offloads(device_map):
         return "modules on the CPU"
