@@ -156,12 +156,15 @@ def written(config: Any) -> str:
 
 def _loaded(request: Request) -> Any:
     """The sizer of what is not quantized: its bytes in the dtype it is loaded in."""
+    # diffusers builds a model in float32, whatever it loads it in.
+    dtype = request.call[1].get("torch_dtype") if request.call and request.is_diffusers else None
 
     def size(name: str, tensor: Any, owner: Any) -> Storage:
         storage = request.sizer(name, tensor, owner)
         if not storage.quantized:
             return storage
-        return own_storage(tensor.dtype) if tensor.is_floating_point() else Storage(2, "", False)
+        floating = tensor.is_floating_point()
+        return own_storage(dtype or tensor.dtype) if floating else Storage(2, "", False)
 
     return size
 
