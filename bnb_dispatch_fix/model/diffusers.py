@@ -83,7 +83,7 @@ def _refuses(quantizer: Any, device_map: Mapping[str, Device]) -> bool:
         copy.copy(quantizer).validate_environment(device_map=dict(device_map))
     except ValueError:
         return True
-    except Exception:  # about something else
+    except Exception:  # noqa: BLE001  # it cannot be told  # noqa: BLE001  # it was about something else
         return False
     return False
 
