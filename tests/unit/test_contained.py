@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from bnb_dispatch_fix import features
+from bnb_dispatch_fix import features, states
 from bnb_dispatch_fix.model import load as loads
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.wrappers import loading, planners
@@ -103,6 +103,7 @@ def test_a_loaded_model_is_returned(broken_explanation):
 
 def test_a_line_that_cannot_be_logged_costs_no_model(monkeypatch, caplog):
     monkeypatch.setattr(loading, "log", broken)
+    monkeypatch.setattr(states, "_told", set())  # each kind is a WARNING once
     assert load(lambda *args, **kwargs: "loaded", device_map="auto") == "loaded"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
@@ -148,7 +149,7 @@ def plan(installed, quantizer):
         adjust=broken,
         sizer=broken,
     )
-    return planners._around(lambda *call: request, installed, (), {})
+    return planners.around(lambda *call: request, installed, (), {})
 
 
 MAPS = [{"": 0}, {"": "cpu"}, {"a": 0, "b": "cpu"}, {}]
@@ -169,7 +170,7 @@ def test_an_error_is_the_planners_own(broken_explanation, quantizer):
 
 
 def test_a_request_that_cannot_be_read_leaves_the_planner_alone():
-    assert planners._around(broken, lambda: {"": 0}, (), {}) == {"": 0}
+    assert planners.around(broken, lambda: {"": 0}, (), {}) == {"": 0}
 
 
 def test_what_is_beyond_the_budgets_with_the_backport_is_asked_for_without_it():

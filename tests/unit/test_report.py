@@ -414,7 +414,7 @@ def test_verdicts():
         {"name": "release", "outcome": "refused", "device_map": [("", "cpu")]},
         {"name": "backport", "outcome": "loads", "device_map": [("", 0)]},
     ]
-    impossible = Impossible(TotalTooLarge(2 * GIB, GIB))
+    impossible = Impossible(TotalTooLarge(2 * GIB, GIB), verified=True)
     assert runs_of.verdict(impossible, None, runs) == {
         "fits": True,
         "verdict": "fits with the backport",
