@@ -49,6 +49,8 @@ _TRIED = (
 )
 #: Of parts that are left over, those smaller than this share of the model are not listed.
 _TINY = 0.001
+#: Scales up to this share of the model are not shown.
+_SMALL_SCALES = 0.01
 #: Accelerators with less than this are as good as not there (bytes).
 _HARDLY_ANYTHING = 2**30 // 10
 
@@ -113,7 +115,9 @@ def warn_of_whole_model(load: Load) -> None:
 
 def is_about_placement(error: BaseException) -> bool:
     """Whether a map was refused, or a planner stumbled over valid input (see `PLANNER_ERRORS`)."""
-    stumbled = isinstance(error, (KeyError, IndexError)) or "empty sequence" in str(error)
+    stumbled = isinstance(
+        error, (KeyError, IndexError, ZeroDivisionError)
+    ) or "empty sequence" in str(error)
     return stumbled or is_refusal(error)
 
 
@@ -136,6 +140,7 @@ def lines(
         *held,
         *_not_quantized(request, fine, model),
         _verdict(outcome),
+        *_scales(fine),
         *_odd_budgets(request, outcome),
         *_table(request, outcome, placed, bool(held)),
         *_left_over(placed, model["total"]),
@@ -143,6 +148,13 @@ def lines(
         *_switch(request),
         *_recipes(request, outcome),
     ]
+
+
+def _scales(fine: Units) -> List[str]:
+    """What is stored beside the weights, where that shows; no release counts it."""
+    if fine.scales <= _SMALL_SCALES * fine.total:
+        return []
+    return [f"stored: {amount(fine.total)} weights + {amount(fine.scales)} scales (bitsandbytes')"]
 
 
 def _not_quantized(request: Request, fine: Units, model: Mapping[str, Any]) -> List[str]:
