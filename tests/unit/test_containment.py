@@ -215,6 +215,12 @@ class TestTargets:
         assert finished.returncode == 0, finished.stderr
         assert "failed" in finished.stdout or "skipped" in finished.stdout
 
+    def test_that_are_no_modules_are_no_warning(self, shim):
+        code = f"import sys\nsys.modules['transformers.integrations.accelerate'] = 7\n{SHIM}"
+        finished = finished_python("-c", code + "import transformers\nprint(state())", cwd=shim)
+        assert "'skipped', 'what stands as transformers.integrations.accelerate" in finished.stdout
+        assert finished.stderr == ""
+
     @pytest.mark.parametrize("metadata", [None, "", "Name: transformers", "\xff\xfe", "Version: ?"])
     def test_whose_metadata_cannot_be_read(self, shim, metadata):
         """The code decides where no version can be had."""
@@ -282,6 +288,29 @@ print(state()[0][0])
         lines = run_python(code, shim)
         assert lines[0].startswith("[('failed', 'MemoryError")
         assert lines[1] == "applied"
+
+    def test_a_failure_of_before_is_forgotten_when_the_module_is_another(self, shim):
+        """Repaired, or fixed by then: nothing of the error is left."""
+        code = (
+            SHIM
+            + """
+import logging; logging.disable()
+from bnb_dispatch_fix import activation
+judge = activation.judge
+activation.judge = lambda *args: 1 / 0
+bnb_dispatch_fix.activate()
+import transformers.integrations.accelerate as planner
+activation.judge = judge
+print(state()[0][0])
+planner.get_balanced_memory = 7
+bnb_dispatch_fix.activate()
+print(state())
+"""
+        )
+        lines = run_python(code, shim)
+        assert lines[0] == "failed"
+        assert lines[1].startswith("[('skipped', ")
+        assert "ZeroDivisionError" not in lines[1]
 
     @pytest.mark.parametrize(
         "module", ["activation", "patching/matrix", "patching/patches", "patching/verdict"]

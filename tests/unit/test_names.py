@@ -22,6 +22,8 @@ SHIM = "import bnb_dispatch_fix\n" + PLAN
 IMPORT = f"import transformers, {PLANNER}"
 LOOK = f"""
 import sys
+def finders():
+    return [finder for finder in sys.meta_path if type(finder).__name__ == "Tripwire"]
 def names():
     return [vars(sys.modules[name])["get_balanced_memory"] for name in {MODULES}]
 def look():
@@ -162,8 +164,9 @@ bnb_dispatch_fix.deactivate()
 look()
 bnb_dispatch_fix.activate()
 look()
+print(len(finders()))
 """
-        assert run(folder, SHIM, IMPORT, LOOK, steps) == [ONE, RAW, ONE]
+        assert run(folder, SHIM, IMPORT, LOOK, steps) == [ONE, RAW, ONE, "1"]
 
     def test_of_the_package_of_ours_and_all_in_it(self, folder):
         steps = """
@@ -189,18 +192,23 @@ class TestSecondCopy:
     @pytest.mark.parametrize("undone_by", ["first", "bnb_dispatch_fix"])
     def test_imported_after_the_targets(self, folder, undone_by):
         steps = f"""
-first = bnb_dispatch_fix
+first, kept = bnb_dispatch_fix, names()[0]
 {FORGET}
 import bnb_dispatch_fix
-print(first is bnb_dispatch_fix)
+print(first is bnb_dispatch_fix, kept is names()[0])
 look()
+print([bool(finder._watched) for finder in finders()])
 {undone_by}.deactivate()
-print([type(f).__name__ for f in names()], plan())
+print([type(f).__name__ for f in names()], plan(), kept(None, {{0: 1000, 1: 1000}}))
+for name in [n for n in sys.modules if n.startswith("transformers")]: del sys.modules[name]
+print(plan())
 """
         assert run(folder, SHIM, IMPORT, LOOK, steps) == [
-            "False",
+            "False False",
             ONE,
-            "['function', 'function', 'function'] installed",
+            "[True, False]",
+            "['function', 'function', 'function'] installed installed",
+            "installed",
         ]
 
     @pytest.mark.parametrize("undone_by", ["first", "bnb_dispatch_fix"])

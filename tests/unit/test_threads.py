@@ -111,6 +111,49 @@ print(errors, planner.get_balanced_memory(None, {{0: 1000, 1: 1000}}))
     assert run_python(code, folder) == ["[] {0: 100, 1: 1000}"]
 
 
+#: What another thread does while this one judges the function, before it patches.
+MEANWHILE = """
+import bnb_dispatch_fix
+from bnb_dispatch_fix import activation
+judge, calls = activation.judge, []
+def judging(*args):
+    verdict = judge(*args)
+    if not calls:
+        calls.append(1)
+        other = threading.Thread(target=meanwhile); other.start(); other.join()
+    return verdict
+activation.judge = judging
+import sys, threading
+"""
+
+
+def test_who_patches_while_we_judge_is_not_overwritten(tmp_path):
+    """Nor lost: the other's wrapper is judged in its turn."""
+    code = f"""
+{MEANWHILE}
+def meanwhile():
+    module = sys.modules["transformers.integrations.accelerate"]
+    installed = module.get_balanced_memory
+    module.get_balanced_memory = lambda *args, **kwargs: ("theirs", installed(*args, **kwargs))
+import logging; logging.disable()
+import transformers.integrations.accelerate as planner
+print(planner.get_balanced_memory(None, {{0: 1000, 1: 1000}}))
+print([patch.state for patch in bnb_dispatch_fix.status().patches])
+"""
+    assert run_python(code, fake_packages(tmp_path)) == ["('theirs', 'installed')", "['skipped']"]
+
+
+def test_who_switches_off_while_we_judge_is_heard(tmp_path):
+    code = f"""
+{MEANWHILE}
+meanwhile = bnb_dispatch_fix.deactivate
+import transformers.integrations.accelerate as planner
+print(type(planner.get_balanced_memory).__name__, planner.get_balanced_memory(None))
+print([patch.state for patch in bnb_dispatch_fix.status().patches])
+"""
+    assert run_python(code, fake_packages(tmp_path)) == ["function installed", "['disabled']"]
+
+
 def test_a_hook_that_waits_for_an_import_of_another_thread(tmp_path):
     """While we judge a module, another thread imports what judging needs: nobody waits for ever.
 

@@ -103,11 +103,75 @@ print(helper.COUNT, WIRE.armed)
 """
         assert run_python(code, tmp_path) == ["[1] False"]
 
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ValueError])
+    def test_again_where_it_was_interrupted(self, wire, kind):
+        trips = []
+
+        def on_trip():
+            trips.append(1)
+            if len(trips) == 1:
+                raise kind
+
+        wire.arm(["pack"], on_trip)
+        with pytest.raises(kind):
+            importlib.import_module("pack")
+        assert wire.armed
+
+        importlib.import_module("pack.target")
+
+        assert trips == [1, 1]
+        assert not wire.armed
+
+    def test_not_after_it_has_retired(self, wire):
+        told = told_by(wire)
+        wire.arm(["pack"], lambda: pytest.fail("tripped"))
+        wire.retire()
+        importlib.import_module("pack.target")
+        assert told == []
+
+    def test_others_retire_where_one_stands_alone(self, wire):
+        """Those of other copies of this package; finders of another kind stay."""
+        other, trips = Tripwire(), []
+        before = list(sys.meta_path)
+        sys.meta_path[:] = [finder for finder in before if type(finder) is not Tripwire]
+        other.arm(["pack"], lambda: pytest.fail("tripped"))
+        wire.arm(["pack"], lambda: trips.append(1))
+        wire.stand_alone()
+        importlib.import_module("pack.target")
+        assert trips == [1]
+        assert not other.armed
+
 
 class TestTell:
     def test_of_a_module_that_is_loaded_at_once(self, wire):
         module = importlib.import_module("pack.target")
         assert told_by(wire) == [("pack.target", module)]
+
+    def test_again_where_it_was_interrupted(self, wire):
+        told = []
+        importlib.import_module("pack.target")
+
+        def on_loaded(name, module):
+            told.append(name)
+            if len(told) == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            wire.watch("pack.target", on_loaded)
+        importlib.import_module("pack.late")
+        importlib.import_module("pack.hook")
+        assert told == ["pack.target", "pack.target"]
+
+    def test_after_a_reload_at_the_next_search(self, wire, line):
+        module = importlib.import_module("pack.target")
+        told = told_by(wire)
+        assert len(told) == 1
+        importlib.reload(module)
+        assert len(told) == 1
+        assert module.__loader__ is module.__spec__.loader
+        assert type(module.__loader__).__name__ == "SourceFileLoader"
+        importlib.import_module("pack.hook")
+        assert told == [("pack.target", module)] * 2
 
     def test_of_a_module_that_is_imported_when_it_is_complete(self, wire):
         told = told_by(wire)
