@@ -5,17 +5,19 @@ It is for broken surroundings, so no check may end it: what a check raises is a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import platform
 import site
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 import bnb_dispatch_fix
-from bnb_dispatch_fix.doctor import surroundings
+from bnb_dispatch_fix.doctor import surroundings, tested, wrecks
 from bnb_dispatch_fix.doctor.findings import ERROR, PASS, WARN, Checkup, Finding
 from bnb_dispatch_fix.doctor.surroundings import Answer
 from bnb_dispatch_fix.features import SWITCH, read_switch
@@ -24,8 +26,6 @@ from bnb_dispatch_fix.startup import autoload
 from bnb_dispatch_fix.states import PatchStatus
 from bnb_dispatch_fix.wording import gib, one_line
 
-#: The packages a row of the matrix combines.
-_COMBINED = ("transformers", "accelerate", "bitsandbytes")
 _HIDES_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: A GPU with less than this share of its memory free is worth a word.
 _SCARCE = 0.5
@@ -50,7 +50,8 @@ def examine(timeout: float = surroundings.TIMEOUT) -> Checkup:
         ("bitsandbytes", lambda: _bitsandbytes(answers)),
         ("accelerate", lambda: _planner_package("accelerate", answers)),
         ("transformers", lambda: _planner_package("transformers", answers)),
-        ("tested", lambda: _tested(answers)),
+        ("wrecks", lambda: wrecks.behind(answers)),
+        ("tested", lambda: tested.tested(answers)),
         ("seams", lambda: _seams(answers)),
         ("references", _references),
         ("patchers", _patchers),
@@ -168,7 +169,7 @@ def _bitsandbytes_library(answer: Answer, torch: Optional[Answer]) -> Finding:
     text = f"{version}, without its GPU library"
     gpus = [d for d in torch.facts.get("devices", []) if d["id"] != "mps"] if torch else []
     if gpus:
-        hint = "it has none for this torch's CUDA version: `python -m bitsandbytes` says more"
+        hint = wrecks.library_hint(answer.facts, str(torch.facts.get("build")) if torch else "")
         return Finding(ERROR, "bitsandbytes", text, hint)
     return Finding(WARN, "bitsandbytes", text, "as expected where torch sees no GPU")
 
@@ -193,57 +194,14 @@ def _not_importable(
     version = answer.facts.get("version")
     text = f"{version or 'unknown version'} cannot be imported: {answer.error}"
     hint = f"run `python -c 'import {package}'` for the whole traceback; reinstalling may help"
+    mended = wrecks.hint_of(answer)
     if "No module named 'torch'" in answer.error:
         hint = "install torch first"
     elif torch is not None and answer.error == torch.error:
         hint = "torch is what breaks it, see above"
+    elif mended is not None:
+        hint = mended
     return Finding(level, package, text, hint)
-
-
-def _tested(answers: Mapping[str, Answer]) -> Iterator[Finding]:
-    """Versions outside those of the matrix's `tested` rows."""
-    here = {
-        package: str(answers[package].facts["version"])
-        for package in _COMBINED
-        if package in answers and answers[package].facts.get("version")
-    }
-    rows = _tested_rows()
-    outside = False
-    for package, version in here.items():
-        span = _span_missed(version, [str(row[package]) for row in rows if package in row])
-        if span:
-            outside = True
-            text = f"{package} {version} is outside the tested versions {span}"
-            hint = (
-                "it is judged by its code (see the seams below); `bnb-dispatch-fix demo` tries it"
-            )
-            yield Finding(WARN, "tested", text, hint)
-    if here and not outside:
-        exact = any(all(str(row.get(name)) == here.get(name) for name in _COMBINED) for row in rows)
-        text = "this very combination is tested" if exact else "each version is within the tested"
-        yield Finding(PASS, "tested", text)
-
-
-def _tested_rows() -> List[Dict[str, Any]]:
-    import yaml
-
-    from bnb_dispatch_fix.patching.matrix import load_matrix, matrix_path
-
-    load_matrix()  # says in one line what is wrong with the file
-    with matrix_path().open("rb") as stream:
-        return list(yaml.safe_load(stream).get("tested", ()))
-
-
-def _span_missed(version: str, tested: List[str]) -> Optional[str]:
-    """The span "4.37.2-5.24.0" of the tested versions if `version` is outside it, else None."""
-    from packaging.version import InvalidVersion, Version
-
-    known = sorted(Version(each) for each in tested)
-    try:
-        inside = not known or known[0] <= Version(version) <= known[-1]
-    except InvalidVersion:
-        inside = False
-    return None if inside else f"{known[0]}\u2013{known[-1]}"
 
 
 def _seams(answers: Mapping[str, Answer]) -> Iterator[Finding]:
@@ -252,7 +210,8 @@ def _seams(answers: Mapping[str, Answer]) -> Iterator[Finding]:
     for module in dict.fromkeys(patch.module for patch in bnb_dispatch_fix.status().patches):
         if module.partition(".")[0] in usable:
             try:
-                importlib.import_module(module)
+                with contextlib.redirect_stderr(io.StringIO()):  # the wreck has been told already
+                    importlib.import_module(module)
             except Exception as error:  # noqa: BLE001  # a library may fail in any way
                 text = f"{module} cannot be imported: {one_line(error)}"
                 yield Finding(ERROR, "seams", text, _REPORT)

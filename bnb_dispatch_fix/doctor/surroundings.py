@@ -7,7 +7,9 @@ whoever asks here gets an answer all the same.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from bnb_dispatch_fix import child
 from bnb_dispatch_fix.features import SWITCH
@@ -77,6 +79,7 @@ def _import(package: str) -> Answer:
             "missing" if missing else "broken", one_line(error), {"version": _version(package)}
         )
     facts = {"version": getattr(module, "__version__", None) or _version(package)}
+    facts["unmet"] = _unmet(package)
     try:
         facts.update(_FACTS.get(package, dict)())
     except Exception as error:  # noqa: BLE001  # a library may fail in any way
@@ -93,6 +96,38 @@ def _version(package: str) -> Any:
         return None
 
 
+def _unmet(package: str) -> List[Tuple[str, str, str]]:
+    """Requirements of a package that what is installed does not meet: name, range, version."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    unmet = []
+    try:
+        for text in metadata.requires(package) or ():
+            wanted = Requirement(text)
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            found = _version(wanted.name)
+            if found is None or not wanted.specifier.contains(found, prereleases=True):
+                unmet.append((wanted.name, str(wanted.specifier), found or "none"))
+    except Exception:  # metadata that nobody can read is not what is wrong here
+        return []
+    return unmet
+
+
+def _numpy_facts(torch: Any) -> Dict[str, Any]:
+    """Whether torch and the installed numpy know each other; "numpy_error" where not."""
+    version = _version("numpy")
+    if version is None:
+        return {}
+    try:
+        torch.zeros(1).numpy()
+    except Exception as error:
+        return {"numpy": version, "numpy_error": one_line(error)}
+    return {"numpy": version}
+
+
 def _torch_facts() -> Dict[str, Any]:
     """The build ("cuda 12.8", "hip ...", "xpu", "cpu") and the devices, memory in bytes."""
     import torch
@@ -100,6 +135,8 @@ def _torch_facts() -> Dict[str, Any]:
     versions = vars(torch.version)
     kind = next((name for name in ("cuda", "hip", "xpu") if versions.get(name)), "cpu")
     facts: Dict[str, Any] = {"build": f"{kind} {versions.get(kind) or ''}".strip(), "devices": []}
+    facts["set_submodule"] = hasattr(torch.nn.Module, "set_submodule")
+    facts.update(_numpy_facts(torch))
     mps = getattr(torch.backends, "mps", None)
     if mps is not None and mps.is_available():
         facts["devices"].append({"id": "mps", "name": "Apple GPU", "free": None, "total": None})
@@ -129,7 +166,15 @@ def _bitsandbytes_facts() -> Dict[str, Any]:
     if with_cuda is None:
         with_cuda = getattr(extension, "COMPILED_WITH_CUDA", False)
     name = type(library).__name__
-    return {"library": name, "gpu": bool(with_cuda) or name.lower().startswith("xpu")}
+    gpu = bool(with_cuda) or name.lower().startswith("xpu")
+    return {"library": name, "gpu": gpu, "built_for": _built_for(extension.__file__)}
+
+
+def _built_for(extension: Optional[str]) -> List[str]:
+    """The CUDA versions ("118") that the installed bitsandbytes has a library for, in order."""
+    libraries = Path(extension or "").parent.glob("libbitsandbytes_cuda*")
+    found = (re.match(r"libbitsandbytes_cuda(\d+)", library.name) for library in libraries)
+    return sorted({match.group(1) for match in found if match}, key=int)
 
 
 _FACTS: Mapping[str, Callable[[], Dict[str, Any]]] = {

@@ -18,8 +18,6 @@ from bnb_dispatch_fix.features import FEATURES
 SCHEMA = 1
 #: The packages the shim looks at, in the order they are shown.
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch")
-#: The packages whose releases a tested combination is named after.
-COMBINED = PACKAGES[:3]
 #: Where one of these is older than every seam of it, nothing is patched, in no package: what is
 #: patched in the other would reach it half. Other packages only hold these packages' functions.
 CORE = ("transformers", "accelerate")

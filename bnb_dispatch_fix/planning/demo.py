@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
 from bnb_dispatch_fix.features import SWITCH
-from bnb_dispatch_fix.patching.matrix import COMBINED, installed_versions
+from bnb_dispatch_fix.patching.matrix import installed_versions
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import simulation
 from bnb_dispatch_fix.wording import HOST, MIB, collapsed, one_line, say, span, visible
@@ -68,7 +68,7 @@ def load(_: Any) -> None:
     versions = installed_versions()  # bitsandbytes itself tells its own only since 0.42
     answer = {
         "versions": [
-            *(f"{package} {versions[package]}" for package in COMBINED),
+            *(f"{name} {version}" for name, version in versions.items() if name != "torch"),
             f"Python {platform.python_version()}",
         ],
         "device_map": outcome.device_map,

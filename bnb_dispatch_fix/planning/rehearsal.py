@@ -103,7 +103,7 @@ def _answer(
         "strategy": job["strategy"],
         "precision": _precision(request),
         "runs": runs,
-        "notes": _unpatched(),
+        "notes": [*_unpatched(), *_ungrouped(getattr(request.model, "config", None))],
         **_model_as_data(fine),
         **planned_runs.verdict(exact.result, exact.device_map, runs),
     }
@@ -120,6 +120,23 @@ def _unpatched() -> List[str]:
         f"{patch.module}.{patch.attribute} is {patch.state}: {patch.reason}"
         for patch in bnb_dispatch_fix.status().patches
         if patch.module.startswith("transformers.") and (patch.missing or patch.state == "failed")
+    ]
+
+
+def _ungrouped(config: Any) -> List[str]:
+    """A release that builds a model without its groups of heads (Llama before 4.31)."""
+    import transformers
+
+    groups = getattr(config, "num_key_value_heads", None)
+    heads = getattr(config, "num_attention_heads", None)
+    try:
+        if groups in (None, heads) or hasattr(type(config)(), "num_key_value_heads"):
+            return []
+    except Exception:  # it cannot be made without arguments: then nothing is known
+        return []
+    return [
+        f"transformers {transformers.__version__} does not know num_key_value_heads={groups} of "
+        f"this model and builds {heads}: the weights of such a checkpoint do not fit into it"
     ]
 
 

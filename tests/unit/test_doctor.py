@@ -14,7 +14,7 @@ import pytest
 import bnb_dispatch_fix
 from bnb_dispatch_fix import doctor
 from bnb_dispatch_fix.cli import main
-from bnb_dispatch_fix.doctor import checks, surroundings
+from bnb_dispatch_fix.doctor import checks, surroundings, tested
 from bnb_dispatch_fix.doctor.surroundings import Answer
 from bnb_dispatch_fix.model import machine
 from bnb_dispatch_fix.patching import bystanders
@@ -47,12 +47,13 @@ def only(checkup, topic):
 def answers(monkeypatch):
     """Healthy answers of a machine with one GPU; a test changes what it needs broken."""
     table = {
-        "torch": Answer("ok", "", {"version": "2.7.0", "build": "cuda 12.8", "devices": [GPU]}),
+        "torch": Answer("ok", "", {"version": "2.13.0", "build": "cuda 12.8", "devices": [GPU]}),
         **{name: Answer("ok", "", {"version": v}) for name, v in VERSIONS.items()},
     }
     table["bitsandbytes"].facts["gpu"] = True
     monkeypatch.setattr(surroundings, "look", lambda timeout: table)
     monkeypatch.setattr(checks, "nvidia_driver", lambda: "version 570.1")
+    monkeypatch.setattr(tested.platform, "python_version_tuple", lambda: ("3", "11", "7"))
     monkeypatch.setattr(bnb_dispatch_fix, "status", lambda: status_of())
     monkeypatch.setattr(autoload, "state", lambda folder: "disabled")
     monkeypatch.setattr(autoload, "starts_with_shim", lambda: False)
@@ -186,6 +187,151 @@ def test_versions_outside_the_tested_ones(answers, version):
     level, text, _ = only(doctor.examine(), "tested")
     assert level == "WARN"
     assert f"transformers {version} is outside the tested versions 4." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"torch": "2.12.1+cu130"},
+            "torch 2.13.0, Python 3.11, accelerate 1.14.0, {}torch 2.12.1+cu130",
+        ),
+        (
+            {"accelerate": "1.13.0"},
+            "torch 2.13.0, Python 3.11, accelerate 1.14.0, {}accelerate 1.13.0",
+        ),
+        (
+            {"transformers": "4.30.2", "torch": "1.13.1", "accelerate": "0.20.3"},
+            "torch 1.12.1, Python 3.8, accelerate 0.20.3, "
+            "bitsandbytes 0.39.1; here torch 1.13.1, Python 3.11, bitsandbytes 0.49.2",
+        ),
+    ],
+)
+def test_a_combination_that_is_not_tested_as_it_is(answers, changes, said):
+    """It differs in torch, in Python or in a release: the nearest row, and how."""
+    for package, version in changes.items():
+        answers[package].facts["version"] = version
+    level, text, _ = only(doctor.examine(), "tested")
+    assert level == "PASS"
+    transformers = changes.get("transformers", VERSIONS["transformers"])
+    said = said.format("bitsandbytes 0.49.2; here ")
+    assert text == f"nearest tested: transformers {transformers}, {said}"
+
+
+def test_the_same_releases_under_another_python_are_not_tested(answers, monkeypatch):
+    monkeypatch.setattr(tested.platform, "python_version_tuple", lambda: ("3", "9", "1"))
+    assert only(doctor.examine(), "tested")[1].endswith("bitsandbytes 0.49.2; here Python 3.9")
+
+
+# --- wrecks: what each import and each environment said when it was built -----------------------
+
+ASKED = "is required for a normal functioning of this module, but found"
+
+
+@pytest.mark.parametrize(
+    ("package", "error", "pin"),
+    [
+        ("accelerate", "ModuleNotFoundError: No module named 'pkg_resources'", "'setuptools<81'"),
+        ("bitsandbytes", "ModuleNotFoundError: No module named 'scipy'", "pip install scipy"),
+        (
+            "transformers",
+            f"ImportError: tokenizers>=0.11.1,!=0.11.3,<0.14 {ASKED} tokenizers==0.20.3. Try: pip",
+            "pip install 'tokenizers>=0.11.1,!=0.11.3,<0.14'",
+        ),
+        (
+            "transformers",
+            f"ImportError: huggingface-hub>=0.19.3,<1.0 {ASKED} huggingface-hub==1.2.0. Try: pip",
+            "pip install 'huggingface-hub>=0.19.3,<1.0'",
+        ),
+        (
+            "bitsandbytes",
+            "ValueError: numpy.dtype size changed, may indicate binary incompatibility. Expected "
+            "96 from C header, got 88 from PyObject",
+            "pip install 'numpy<2'",
+        ),
+        ("transformers", "NameError: name 'nn' is not defined", "2.4 for 5.x"),
+    ],
+)
+def test_a_wreck_that_cannot_be_imported_is_known_with_its_pin(answers, package, error, pin):
+    answers[package] = Answer("broken", error, {"version": "1"})
+    level, text, hint = only(doctor.examine(), package)
+    assert level == "ERROR"
+    assert error in text
+    assert pin in hint
+
+
+def test_an_error_that_is_no_known_wreck_keeps_its_hint(answers):
+    answers["transformers"] = Answer("broken", "ImportError: cannot import name 'x'", {})
+    assert "for the whole traceback" in only(doctor.examine(), "transformers")[2]
+
+
+def test_numpy_2_under_an_old_torch(answers):
+    answers["torch"].facts.update(numpy="2.0.2", numpy_error="RuntimeError: Numpy is not available")
+    level, text, hint = only(doctor.examine(), "numpy")
+    assert (level, hint) == ("ERROR", "pip install 'numpy<2'")
+    assert text == (
+        "torch 2.13.0 was not built for numpy 2.0.2: RuntimeError: Numpy is not available"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [("4.57.6", False), ("5.0.0rc0", True), ("5.12.1", True)]
+)
+def test_set_submodule(answers, version, found):
+    """torch before 2.5 lacks it; transformers 5 calls it."""
+    answers["torch"].facts.update(version="2.4.1", set_submodule=False)
+    answers["transformers"].facts["version"] = version
+    said = [line for line in doctor.examine().findings if "set_submodule" in line.text]
+    assert [(line.level, line.hint) for line in said] == (
+        [("ERROR", "pip install 'torch>=2.5', or 'transformers<5'")] if found else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("unmet", "hint"),
+    [
+        (("scipy", ">=1.9", "none"), "pip install 'scipy>=1.9'"),
+        (
+            ("kernels", ">=0.19.1", "none"),
+            "pip install 'kernels>=0.19.1', or set USE_HUB_KERNELS=NO where there is no such release",
+        ),
+    ],
+)
+def test_a_requirement_that_pip_did_not_meet(answers, unmet, hint):
+    answers["transformers"].facts["unmet"] = [unmet]
+    healthy, warned = found(doctor.examine(), "transformers")
+    assert healthy[0] == "PASS"
+    assert warned[0] == "WARN"
+    assert warned[1] == f"transformers 5.12.1 asks for {unmet[0]}{unmet[1]}, found none"
+    assert warned[2] == hint
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        ("cuda 10.2", "no library for CUDA 10.2, only for some of 11.0–12.1"),
+        ("cuda 11.7", "it did not find this torch's CUDA runtime"),
+    ],
+)
+def test_a_library_for_the_cpu_beside_a_gpu(answers, build, said):
+    """PyPI's torch 1.12.1 is built for CUDA 10.2; bitsandbytes 0.39.1 begins with 11.0."""
+    answers["torch"].facts["build"] = build
+    answers["bitsandbytes"].facts.update(gpu=False, built_for=["110", "117", "121"])
+    level, _, hint = only(doctor.examine(), "bitsandbytes")
+    assert level == "ERROR"
+    assert said in hint
+
+
+def test_requirements_are_read_from_the_metadata(tmp_path, monkeypatch):
+    info = tmp_path / "wreck-1.dist-info"
+    info.mkdir()
+    asked = ["pytest<1", "pytest>=2", "no-such-thing>=3; extra == 'all'", "no-such-thing>3"]
+    lines = ["Metadata-Version: 2.1", "Name: wreck", "Version: 1"]
+    lines += [f"Requires-Dist: {requirement}" for requirement in asked]
+    (info / "METADATA").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(place(tmp_path, wreck="")))
+    unmet = surroundings.look(["wreck"])["wreck"].facts["unmet"]
+    assert unmet == [["pytest", "<1", pytest.__version__], ["no-such-thing", ">3", "none"]]
 
 
 @pytest.mark.parametrize(
@@ -368,3 +514,12 @@ def test_other_patchers_above_and_below_are_named(patched):
     below = Patch(target, "plan", wrapper)
     below.apply()
     assert [p[1][:5] for p in bystanders.other_patchers(status_of(seam()))] == ["below"]
+
+
+def test_a_seam_of_other_releases_is_no_unpatched_reference(patched, monkeypatch):
+    """accelerate 0.20's own `dispatch_model`: the fix is put where transformers calls it."""
+    theirs = types.ModuleType("accelerate.big_modeling")
+    theirs.dispatch_model = patched[1].original
+    monkeypatch.setitem(sys.modules, "accelerate.big_modeling", theirs)
+    seams = [seam(), seam("accelerate.big_modeling", "dispatch_model", "pending")]
+    assert bystanders.unpatched_references(seams) == ("late_library.their_plan",)
