@@ -111,7 +111,7 @@ def _unmet(package: str) -> List[Tuple[str, str, str]]:
             found = _version(wanted.name)
             if found is None or not wanted.specifier.contains(found, prereleases=True):
                 unmet.append((wanted.name, str(wanted.specifier), found or "none"))
-    except Exception:  # metadata that nobody can read is not what is wrong here
+    except Exception:  # noqa: BLE001  # metadata that nobody can read is not what is wrong here
         return []
     return unmet
 
@@ -123,7 +123,7 @@ def _numpy_facts(torch: Any) -> Dict[str, Any]:
         return {}
     try:
         torch.zeros(1).numpy()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # torch says it in more than one way
         return {"numpy": version, "numpy_error": one_line(error)}
     return {"numpy": version}
 

@@ -293,7 +293,8 @@ def test_set_submodule(answers, version, found):
         (("scipy", ">=1.9", "none"), "pip install 'scipy>=1.9'"),
         (
             ("kernels", ">=0.19.1", "none"),
-            "pip install 'kernels>=0.19.1', or set USE_HUB_KERNELS=NO where there is no such release",
+            "pip install 'kernels>=0.19.1', "
+            "or set USE_HUB_KERNELS=NO where there is no such release",
         ),
     ],
 )
