@@ -35,6 +35,8 @@ CORE = (
 )
 #: Rows with `torch: false`: its planners cannot be imported.
 WITHOUT_TORCH = ("status", "probe", "without_torch")
+#: Rows with diffusers.
+DIFFUSERS = ("from_pretrained", "status", "diffusers")
 #: Rows with `quantizers` have others beside bitsandbytes installed.
 QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
@@ -200,6 +202,8 @@ def tests(row: Row) -> list[str]:
         return [*warnings, "tests/release"]
     if not row.get("torch", True):
         parts = WITHOUT_TORCH
+    elif "diffusers" in row:
+        parts = DIFFUSERS
     else:
         parts = QUANTIZERS if row.get("quantizers") else CORE
     return [*warnings, *(f"tests/release/test_{part}.py" for part in parts)]

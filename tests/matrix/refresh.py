@@ -24,7 +24,7 @@ MATRIX = Path(__file__).resolve().parents[2] / "compat_matrix.yaml"
 MARKER = "# --- written by `nox -s refresh`; do not edit below this line ---\n"
 WIDTH = 100
 #: The lowest release of each package that is looked at.
-LOWEST = {"accelerate": "0.20.0", "transformers": "4.30.0"}
+LOWEST = {"accelerate": "0.20.0", "diffusers": "0.31.0", "transformers": "4.30.0"}
 #: Wheel member -> the functions that are fingerprinted in it.
 SOURCES = {
     "accelerate/big_modeling.py": ("dispatch_model",),
@@ -34,6 +34,7 @@ SOURCES = {
         "get_max_memory",
         "infer_auto_device_map",
     ),
+    "diffusers/models/model_loading_utils.py": ("_determine_device_map",),
     "transformers/integrations/accelerate.py": (
         "_get_device_map",
         "compute_module_sizes",
