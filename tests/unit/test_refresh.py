@@ -110,7 +110,11 @@ def offline(tmp_path, monkeypatch):
     matrix = tmp_path / "compat_matrix.yaml"
     top = b"# kept: \xe2\x80\x93 \r\n" + yaml.safe_dump(HAND_WRITTEN).encode() + b"# \t \n"
     matrix.write_bytes(top + refresh.MARKER.encode() + b"implementations: {}\n")
-    listed = {"transformers": [release("5.1.0"), release("5.2.0")], "accelerate": [], "diffusers": []}
+    listed = {
+        "transformers": [release("5.1.0"), release("5.2.0")],
+        "accelerate": [],
+        "diffusers": [],
+    }
     sources = {release("5.1.0"): {PLANNER: OLD}, release("5.2.0"): {PLANNER: HALF}}
     monkeypatch.setattr(refresh, "MATRIX", matrix)
     monkeypatch.setattr(refresh, "list_releases", lambda package, _: listed[package])
