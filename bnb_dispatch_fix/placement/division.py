@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from itertools import accumulate
 from typing import Callable, Iterator, List, Optional, Sequence, Set, Tuple
@@ -70,14 +70,14 @@ def divide(sizes: Sequence[int], caps: Sequence[int], nodes: int) -> Optional[Bi
 
 def _greedy(sizes: Sequence[int], caps: Sequence[int], smallest_room: bool) -> Optional[Bins]:
     """Place the largest first, where it leaves the least (or the most) room."""
-    room = list(caps)
+    rooms = sorted((cap, device) for device, cap in enumerate(caps))
     packed: Bins = [[] for _ in caps]
     for size in sizes:
-        fitting = [(r, d) for d, r in enumerate(room) if r >= size]
-        if not fitting:
+        at = bisect_left(rooms, (size,)) if smallest_room else len(rooms) - 1
+        if not rooms or at == len(rooms) or rooms[at][0] < size:
             return None
-        device = (min(fitting) if smallest_room else max(fitting))[1]
-        room[device] -= size
+        room, device = rooms.pop(at)
+        insort(rooms, (room - size, device))
         packed[device].append(size)
     return packed
 

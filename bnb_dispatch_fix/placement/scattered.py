@@ -42,7 +42,7 @@ def _runs_then_rest(
     for device in order:
         end = bisect_right(prefix, prefix[len(devices)] + caps[device]) - 1
         devices.extend([device] * (end - len(devices)))
-    best = None
+    rest = None
     low, high = 0, len(devices)
     while low < high:
         middle = (low + high + 1) // 2
@@ -57,8 +57,8 @@ def _runs_then_rest(
             high = middle - 1
         else:
             low = middle
-            best = _arrange(steps, devices[:middle], bins)
-    return None if best is None else _segments(best)
+            rest = bins
+    return None if rest is None else _segments(_arrange(steps, devices[:low], rest))
 
 
 def _segments(devices: Sequence[int]) -> List[Segment]:
