@@ -75,7 +75,8 @@ class Plan:
 
     `fits` says that everything has a place on the accelerators, `verdict` why or why not;
     `device_map` is the map to paste (None where it does not fit). `largest` are the largest kinds
-    of modules, their numbers replaced by "*"; `notes` say what could not be patched.
+    of modules, their numbers replaced by "*"; `notes` say what could not be patched. `scales` are
+    beside `total`: what bitsandbytes stores to read its weights, which no release counts.
     """
 
     model: str
@@ -90,6 +91,7 @@ class Plan:
     verdict: str
     device_map: Optional[Dict[str, Device]]
     notes: Tuple[str, ...] = ()
+    scales: int = 0
 
     @property
     def unquantized(self) -> int:

@@ -111,7 +111,8 @@ def _answer(
 
 def _model_as_data(fine: Any) -> Dict[str, Any]:
     described = layout.describe_model(fine)
-    return {**described, "largest": [astuple(part) for part in described["largest"]]}
+    largest = [astuple(part) for part in described["largest"]]
+    return {**described, "largest": largest, "scales": fine.scales}
 
 
 def _unpatched() -> List[str]:

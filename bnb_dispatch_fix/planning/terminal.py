@@ -37,7 +37,8 @@ class Cell(NamedTuple):
 
 def headline(plan: Plan) -> List[str]:
     """The model, its size, and what is not quantized; that first where it is most of it."""
-    size = f"{plan.model}, {plan.precision}: {gib(plan.total)} GiB"
+    scales = f" + {gib(plan.scales)} scales" if gib(plan.scales) != gib(0) else ""
+    size = f"{plan.model}, {plan.precision}: {gib(plan.total)} GiB{scales}"
     if not plan.quantized:
         return [size]
     not_quantized = f"{gib(plan.unquantized)} of {gib(plan.total)} GiB are not quantized"
