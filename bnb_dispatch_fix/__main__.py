@@ -2,7 +2,7 @@
 
 It is used inside folders that somebody else has filled, such as a checkpoint that was just
 downloaded. So nothing is imported here before the current folder is off `sys.path`; see
-docs/command.md for what Python itself has imported by then.
+docs/plan.md for what Python itself has imported by then.
 """
 
 import os

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -254,3 +255,100 @@ def test_a_class_of_a_script_is_explained(without_weights):
     config = transformers.AutoConfig.from_pretrained(without_weights)
     with pytest.raises(PlanError, match="cannot be imported by another process"):
         bnb_dispatch_fix.plan(Local(config), max_memory={0: GIB})
+
+
+OWN_CONFIGURATION = """
+import os
+open(os.environ["TRACE"], "a").close()
+from transformers import PretrainedConfig
+
+class OwnConfig(PretrainedConfig):
+    model_type = "a_type_of_its_own"
+
+    def __init__(self, hidden_size=64, **kwargs):
+        self.hidden_size = hidden_size
+        super().__init__(**kwargs)
+"""
+OWN_MODEL = """
+import torch
+from transformers import PreTrainedModel
+from .configuration_own import OwnConfig
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+    _no_split_modules = ["Linear"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+"""
+OWN = {
+    "model_type": "a_type_of_its_own",
+    "architectures": ["OwnModel"],
+    "auto_map": {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnModel",
+    },
+}
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(OWN), encoding="utf-8")
+    (folder / "configuration_own.py").write_text(OWN_CONFIGURATION, encoding="utf-8")
+    (folder / "modeling_own.py").write_text(OWN_MODEL, encoding="utf-8")
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    return folder, tmp_path / "trace"
+
+
+def test_code_of_a_checkpoint_is_refused_by_its_name(own_code):
+    folder, trace = own_code
+    code, out, err = command(str(folder), "--max-memory", "1x1GiB")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "it needs code of its own (configuration_own.py), and none was run" in err
+    assert not trace.exists()
+
+
+def test_trusted_code_runs_in_the_other_process(own_code):
+    folder, trace = own_code
+    planned = bnb_dispatch_fix.plan(
+        folder, max_memory="2x1MiB", quantization_config=NF4, trust_remote_code=True
+    )
+    assert trace.exists()
+    assert planned.model == "OwnModel"
+    assert planned.total == 3 * (64 * 64 // 2 + 64 * 2)  # weights in 4 bits, biases in 16
+    assert not [name for name in sys.modules if "configuration_own" in name]
+
+
+@pytest.mark.parametrize(
+    "key, value", [("model_type", "\x1b]0;x\x07\x1b[2J"), ("torch_dtype", "\x1b[2J")]
+)
+def test_no_value_of_a_configuration_steers_the_terminal(without_weights, tmp_path, key, value):
+    settings = json.loads((without_weights / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**settings, key: value}), encoding="utf-8")
+    code, out, err = command(str(tmp_path), "--max-memory", "1x1GiB")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.rstrip("\n").isprintable()
+    assert r"\x1b" in err
+
+
+def test_a_quantization_of_null_is_none(without_weights, tmp_path):
+    settings = json.loads((without_weights / "config.json").read_text("utf-8"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**settings, "quantization_config": None}), encoding="utf-8")
+    code, out, err = command(str(path), "--max-memory", "8x1GiB")
+    assert code == 0, err
+    assert "4-bit nf4 (bitsandbytes)" in out
+
+
+def test_what_json_prints_is_what_its_schema_says(llama):
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the schema of plans")
+    schema = Path(__file__).parents[2] / "docs" / "plan-schema.json"
+    jsonschema.validate(llama, json.loads(schema.read_text("utf-8")))
