@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import os
 import platform
@@ -215,6 +216,9 @@ def _seams(answers: Mapping[str, Answer]) -> Iterator[Finding]:
             except Exception as error:  # noqa: BLE001  # a library may fail in any way
                 text = f"{module} cannot be imported: {one_line(error)}"
                 yield Finding(ERROR, "seams", text, _REPORT)
+    for package in usable:  # a search inside shows the shim that the package's import has ended
+        with contextlib.suppress(Exception):
+            importlib.util.find_spec(f"{package}.no_such_module")
     status = bnb_dispatch_fix.status()
     if status.problem:
         yield Finding(ERROR, "seams", status.problem, "reinstall bnb-dispatch-fix")
