@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from cell import TRANSFORMERS, installed
 from own_process import answers_of
 
@@ -151,6 +154,10 @@ def test_what_is_undone_before_the_import_is_not_patched_by_it(answers):
 def test_a_reload_is_told(answers, expected):
     after_reload = answers["undone before the import, redone after it, reload"][1]
     assert after_reload
+    matrix = yaml.safe_load((Path(__file__).parents[2] / "compat_matrix.yaml").read_text("utf-8"))
+    home = {seam["id"]: seam["implementation"].partition(".")[0] for seam in matrix["seams"]}
     for seam, state in after_reload.items():
         before, _ = expected[seam]
-        assert state == ("replaced" if before == "applied" else before), seam
+        # What the module takes from accelerate it takes again as it stands there: patched.
+        gone = before == "applied" and home[seam] == "transformers"
+        assert state == ("replaced" if gone else before), seam
