@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Union
 
 from bnb_dispatch_fix.backport.balanced import (
     Bytes,
@@ -11,6 +11,7 @@ from bnb_dispatch_fix.backport.balanced import (
     lone_device_share,
     no_split_names,
 )
+from bnb_dispatch_fix.backport.shapes import Installed
 from bnb_dispatch_fix.backport.transformers_v5 import largest_instance
 from bnb_dispatch_fix.placement.records import Device
 
@@ -29,7 +30,7 @@ _NAMED_DEVICES = ("cpu", "disk", "mps")
 
 
 def get_balanced_memory(
-    installed: Callable[..., Any],
+    installed: Installed,
     model: Any,
     max_memory: Optional[Mapping[Device, Union[int, str]]] = None,
     no_split_module_classes: Optional[Union[str, Iterable[str]]] = None,

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 from bnb_dispatch_fix.backport.rebound import rebound
+from bnb_dispatch_fix.backport.shapes import Installed, Module
 
 #: What the installed function must take, and what must stand beside it.
 PARAMETERS = ("model", "device_map", "main_device", "offload_dir", "offload_index")
 HELPERS = ("find_tied_parameters",)
 
 
-def dispatch_model(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def dispatch_model(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     """Dispatch a model that is entirely on the disk, as accelerate 1.15.0 does.
 
     It runs on `main_device`, by default the CPU, and each module's weights are read from
@@ -47,7 +48,7 @@ def all_on_disk(device_map: Any) -> bool:
     return isinstance(device_map, Mapping) and set(map(str, device_map.values())) == {"disk"}
 
 
-def by_children(model: Any, device_map: Mapping[str, Any]) -> Dict[str, Any]:
+def by_children(model: Module, device_map: Mapping[str, Any]) -> Dict[str, Any]:
     """The map with a key for each child of the model in place of "".
 
     For the key "" accelerate, 1.15.0 too, writes no weights to `offload_dir`, and then misses them.
@@ -76,7 +77,7 @@ def with_tied_names(
     return complete
 
 
-def _tied_in_memory(tied: Any, model: Any) -> Callable[[Any], List[Any]]:
+def _tied_in_memory(tied: Any, model: Module) -> Callable[[Any], List[Any]]:
     """Stands for `find_tied_parameters`: leaves out what is on the meta device.
 
     Tied weights are told apart by their address, which is 0 for all tensors on the meta device:
@@ -97,7 +98,7 @@ def _tied_in_memory(tied: Any, model: Any) -> Callable[[Any], List[Any]]:
 
 
 @contextmanager
-def _taken_for_quantized(model: Any) -> Iterator[None]:
+def _taken_for_quantized(model: Module) -> Iterator[None]:
     """accelerate 0.21 and 0.22 attach hooks for one device only to a quantized model."""
     if "is_quantized" in vars(model):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Union
 
 from bnb_dispatch_fix.backport.balanced import (
     Bytes,
@@ -10,6 +10,7 @@ from bnb_dispatch_fix.backport.balanced import (
     lone_device_share,
     no_split_names,
 )
+from bnb_dispatch_fix.backport.shapes import Installed, Module
 from bnb_dispatch_fix.placement.records import Device
 
 #: What must stand beside the installed function, and the parameters it must take.
@@ -18,7 +19,7 @@ PARAMETERS = ("model", "max_memory", "no_split_module_classes", "hf_quantizer", 
 
 
 def get_balanced_memory(
-    installed: Callable[..., Any],
+    installed: Installed,
     model: Any,
     max_memory: Optional[Mapping[Device, Union[int, str]]] = None,
     no_split_module_classes: Optional[Union[str, Iterable[str]]] = None,
@@ -46,7 +47,9 @@ def get_balanced_memory(
     )
 
 
-def largest_instance(model: Any, class_names: Iterable[str], sizes: Mapping[str, Bytes]) -> Bytes:
+def largest_instance(
+    model: Module, class_names: Iterable[str], sizes: Mapping[str, Bytes]
+) -> Bytes:
     """Bytes of the largest module whose class is one of `class_names`; 0 without any (#47203)."""
     wanted = frozenset(class_names)
     if not wanted:

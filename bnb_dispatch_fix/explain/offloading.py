@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Collection, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
+from bnb_dispatch_fix.backport.shapes import Module, Tensor
 from bnb_dispatch_fix.explain import trial
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import Outcome
@@ -159,7 +160,7 @@ def _loaded(request: Request) -> Any:
     # diffusers builds a model in float32, whatever it loads it in.
     dtype = request.call[1].get("torch_dtype") if request.call and request.is_diffusers else None
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         storage = request.sizer(name, tensor, owner)
         if not storage.quantized:
             return storage

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Opt
 from packaging.version import Version
 
 from bnb_dispatch_fix import features
+from bnb_dispatch_fix.backport.shapes import Module, Tensor
 from bnb_dispatch_fix.explain import trial
 from bnb_dispatch_fix.explain.offloading import EFFORT, Recipe, offloaded, offloaded_head
 from bnb_dispatch_fix.model.budgets import Budgets
@@ -198,7 +199,7 @@ def _lower_dtype(request: Request, outcome: Outcome) -> Optional[Recipe]:
     if not _stored(outcome, "float32"):
         return None
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         storage = request.sizer(name, tensor, owner)
         chosen = str(tensor.dtype) == "torch.float32" and not storage.quantized
         return Storage(2, "bfloat16", False) if chosen and storage.bytes == 4 else storage
@@ -231,7 +232,7 @@ def _four_bit(request: Request, outcome: Outcome) -> Optional[Recipe]:
     if not request.is_bitsandbytes or not _stored(outcome, "8-bit"):
         return None
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         storage = request.sizer(name, tensor, owner)
         eight = storage.quantized and storage.bytes == 1
         return Storage(0.5, "4-bit", True) if eight else storage

@@ -13,6 +13,7 @@ import re
 from typing import Any, Callable, Collection, Dict, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.backport.balanced import no_split_names
+from bnb_dispatch_fix.backport.shapes import Installed, Module, Tensor
 from bnb_dispatch_fix.model.load import Load, running
 from bnb_dispatch_fix.model.requests import Request, copied, is_bitsandbytes, lone_share
 from bnb_dispatch_fix.model.sizers import Sizer, Storage, dtype_storage, own_storage, sizer_for
@@ -22,7 +23,7 @@ from bnb_dispatch_fix.wording import HOST, STRATEGIES
 _FP32 = Storage(4, "float32", False)
 
 
-def alone(installed: Callable[..., Any]) -> Callable[..., Any]:
+def alone(installed: Installed) -> Callable[..., Any]:
     """The planner, with accelerate's functions inside left to themselves: they are seams, too."""
 
     @functools.wraps(installed)
@@ -88,7 +89,7 @@ def _refuses(quantizer: Any, device_map: Mapping[str, Device]) -> bool:
     return False
 
 
-def _sizer(model: Any, quantizer: Any, dtype: Any, kept: Collection[str]) -> Sizer:
+def _sizer(model: Module, quantizer: Any, dtype: Any, kept: Collection[str]) -> Sizer:
     """The sizer for a model that diffusers has built and will load in `dtype`.
 
     What the quantizer will convert counts in its dtype; of a quantizer that tells it of no weight
@@ -102,7 +103,7 @@ def _sizer(model: Any, quantizer: Any, dtype: Any, kept: Collection[str]) -> Siz
         return sizer_for(model, quantizer, dtype)
     target, plain = dtype_storage(quantizer.adjust_target_dtype(dtype)), _loaded_in(dtype, kept)
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         if _converts(quantizer, model, name, tensor):
             return target
         return plain(name, tensor, owner)
@@ -110,7 +111,7 @@ def _sizer(model: Any, quantizer: Any, dtype: Any, kept: Collection[str]) -> Siz
     return size
 
 
-def _converts(quantizer: Any, model: Any, name: str, tensor: Any) -> bool:
+def _converts(quantizer: Any, model: Module, name: str, tensor: Tensor) -> bool:
     nothing: Mapping[str, Any] = {}
     return bool(quantizer.check_if_quantized_param(model, tensor, name, nothing, param_device=0))
 
@@ -120,7 +121,7 @@ def _loaded_in(dtype: Any, kept: Collection[str]) -> Sizer:
     names = "|".join(map(re.escape, sorted(kept)))
     in_fp32 = re.compile(rf"(?:^|\.)(?:{names})(?:\.|$)") if names else None
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         if not tensor.is_floating_point() or name.rpartition(".")[2] not in owner._parameters:
             return own_storage(tensor.dtype)
         if in_fp32 is not None and in_fp32.search(name):

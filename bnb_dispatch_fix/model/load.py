@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.backport.balanced import no_split_names
+from bnb_dispatch_fix.backport.shapes import Installed
 from bnb_dispatch_fix.model.budgets import BITSANDBYTES_SHARE
 from bnb_dispatch_fix.model.requests import Request, copied, lone_share, release_of
 from bnb_dispatch_fix.model.sizers import call_sizer
@@ -168,7 +169,7 @@ def leave_if_measuring(request: Optional[Request]) -> None:
 
 
 def read_request(
-    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Optional[Request]:
     """The request in a call of `infer_auto_device_map` under a noted `from_pretrained`."""
     load = _loads.running[-1] if _loads.running else None
@@ -195,7 +196,7 @@ def read_request(
 
 
 def uncorrected(
-    request: Request, installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    request: Request, installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Any:
     """The installed planner's answer to budgets that no backport has corrected.
 

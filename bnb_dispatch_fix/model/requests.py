@@ -13,6 +13,7 @@ from bnb_dispatch_fix.backport.balanced import (
     lone_device_share,
     no_split_names,
 )
+from bnb_dispatch_fix.backport.shapes import GetMaxMemory, Installed, Module
 from bnb_dispatch_fix.model.budgets import (
     Budgets,
     adds_unused,
@@ -45,7 +46,7 @@ class Request(NamedTuple):
     max_memory: Optional[Mapping[Device, Any]]
     no_split: FrozenSet[str]
     quantizer: Any
-    get_max_memory: Callable[..., Dict[Device, Any]]
+    get_max_memory: GetMaxMemory
     adjust: Optional[Callable[[Dict[Device, Any]], Dict[Device, Any]]]
     sizer: Sizer
     lone_share: float = LONE_DEVICE_SHARE
@@ -115,7 +116,7 @@ def _offload_switch(quantizer: Any) -> Optional[bool]:
 
 
 def from_transformers(
-    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Optional[Request]:
     """The request in a call of `_get_device_map` (transformers 4.50 and newer).
 
@@ -146,7 +147,7 @@ def from_transformers(
     )
 
 
-def _no_placement(installed: Callable[..., Any], model: Any) -> FrozenSet[str]:
+def _no_placement(installed: Installed, model: Module) -> FrozenSet[str]:
     """The model's `_no_placement_params`, where the release knows of these (5.16 and newer)."""
     planner = installed.__globals__.get("infer_auto_device_map")
     if planner is None or "no_placement_params" not in inspect.signature(planner).parameters:
@@ -155,7 +156,7 @@ def _no_placement(installed: Callable[..., Any], model: Any) -> FrozenSet[str]:
 
 
 def from_accelerate_bnb(
-    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
+    installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]
 ) -> Optional[Request]:
     """The request in a call of `accelerate.utils.bnb.get_quantized_model_device_map`."""
     given = inspect.signature(installed).bind(*args, **kwargs).arguments
@@ -177,9 +178,7 @@ def from_accelerate_bnb(
     )
 
 
-def from_accelerate(
-    installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]
-) -> Request:
+def from_accelerate(installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Request:
     """The request in a call of accelerate's `infer_auto_device_map` by its own loader.
 
     Its budgets are balanced already, by a strategy that is not known here ("").

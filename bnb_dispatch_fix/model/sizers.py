@@ -13,6 +13,8 @@ import sys
 from functools import lru_cache
 from typing import Any, Callable, Collection, Dict, Mapping, NamedTuple, Optional, Pattern, Set
 
+from bnb_dispatch_fix.backport.shapes import Module, Tensor
+
 
 class Storage(NamedTuple):
     """How a tensor is stored: bytes per element, the name to show, whether it is quantized.
@@ -42,7 +44,7 @@ _FP32 = Storage(4, "float32", False)
 _CUSTOM = {"fp8": _EIGHT_BIT, "int4": _FOUR_BIT, "int2": Storage(0.25, "2-bit", True)}
 
 
-def sizer_for(model: Any, quantizer: Any = None, dtype: Any = None) -> Sizer:
+def sizer_for(model: Module, quantizer: Any = None, dtype: Any = None) -> Sizer:
     """Return the sizer for a model whose layers are replaced and whose weights are not loaded yet.
 
     `quantizer` is transformers' `HfQuantizer`, accelerate's `BnbQuantizationConfig`, or None;
@@ -60,7 +62,7 @@ def sizer_for(model: Any, quantizer: Any = None, dtype: Any = None) -> Sizer:
     return _dtype_sizer(None, {}, kept)
 
 
-def planners_count_is_true(model: Any, quantizer: Any, dtype: Any = None) -> bool:
+def planners_count_is_true(model: Module, quantizer: Any, dtype: Any = None) -> bool:
     """Whether the release's planner counts as `sizer_for` does.
 
     transformers 5 does, but for what is kept in fp32: up to 5.24.0 that counts in the dtype of the
@@ -92,13 +94,13 @@ def call_sizer(
     return _dtype_sizer(dtype, special, None)
 
 
-def _quantizer_sizer(model: Any, quantizer: Any, kept: Optional[Pattern[str]]) -> Sizer:
+def _quantizer_sizer(model: Module, quantizer: Any, kept: Optional[Pattern[str]]) -> Sizer:
     """The installed quantizer's own count, but true for what is kept in fp32 or loaded already."""
     element_size = quantizer.param_element_size
     # Asked once per class: the answer takes a search for the module, and is the same for all.
     held: Dict[type, Storage] = {}
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         tensor_class = type(tensor)
         if tensor_class.__name__ in _FINAL:
             if _is_final(tensor):
@@ -120,7 +122,7 @@ def _bitsandbytes_sizer(
 ) -> Sizer:
     """What bitsandbytes' layers hold counts as quantized, all else in the dtype it is loaded in."""
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         quantized = _layer(owner)
         if quantized is not None and not name.endswith("bias"):
             return _final_storage(tensor) if _is_final(tensor) else _with_scales(quantized, tensor)
@@ -139,7 +141,7 @@ def _dtype_sizer(target: Any, special: Mapping[str, Any], kept: Optional[Pattern
     """accelerate's count: nothing wider than `target`, but what is named in `special`."""
     limit = None if target is None else dtype_storage(target)
 
-    def size(name: str, tensor: Any, owner: Any) -> Storage:
+    def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         if special.get(name) is not None:
             return dtype_storage(special[name])
         if kept and _matches(kept, name, tensor):
@@ -152,7 +154,7 @@ def _dtype_sizer(target: Any, special: Mapping[str, Any], kept: Optional[Pattern
     return size
 
 
-def _as_it_is(tensor: Any, owner: Any) -> Storage:
+def _as_it_is(tensor: Tensor, owner: Module) -> Storage:
     """How a tensor is stored that nothing will convert; layers of GPTQ and AWQ are packed."""
     storage = own_storage(tensor.dtype)
     if "qweight" in owner._buffers or "qweight" in owner._parameters:
@@ -200,13 +202,13 @@ def _layer_class(module_class: Any) -> Optional[Storage]:
     return None
 
 
-def _is_final(tensor: Any) -> bool:
+def _is_final(tensor: Tensor) -> bool:
     """Whether a weight of bitsandbytes stays as it is: packed to 4 bits, or trained in 16."""
     mark = _FINAL.get(type(tensor).__name__)
     return mark is not None and bool(getattr(tensor, mark, None))
 
 
-def _final_storage(tensor: Any) -> Storage:
+def _final_storage(tensor: Tensor) -> Storage:
     storage = own_storage(tensor.dtype)
     if type(tensor).__name__ == "Params4bit":  # two elements are one already
         scales = 2 * _scales(tensor)
@@ -214,11 +216,11 @@ def _final_storage(tensor: Any) -> Storage:
     return storage
 
 
-def _with_scales(storage: Storage, tensor: Any) -> Storage:
+def _with_scales(storage: Storage, tensor: Tensor) -> Storage:
     return storage._replace(scales=_scales(tensor))
 
 
-def _scales(tensor: Any) -> float:
+def _scales(tensor: Tensor) -> float:
     """Bytes per element that bitsandbytes keeps beside a weight.
 
     Of a 4-bit weight a float32 per block, with double quantization a byte per block and a float32
@@ -234,15 +236,15 @@ def _scales(tensor: Any) -> float:
     return 0.0
 
 
-def _matches(kept: Pattern[str], name: str, tensor: Any) -> bool:
+def _matches(kept: Pattern[str], name: str, tensor: Tensor) -> bool:
     return kept.search(name) is not None and bool(tensor.is_floating_point())
 
 
-def _is_parameter(name: str, owner: Any) -> bool:
+def _is_parameter(name: str, owner: Module) -> bool:
     return name.rpartition(".")[2] in owner._parameters
 
 
-def _is_bitsandbytes(model: Any, quantizer: Any) -> bool:
+def _is_bitsandbytes(model: Module, quantizer: Any) -> bool:
     if quantizer is not None:
         config = getattr(quantizer, "quantization_config", None)
         method = getattr(config, "quant_method", None)  # since 4.32
@@ -261,7 +263,7 @@ def _is_bitsandbytes(model: Any, quantizer: Any) -> bool:
     return False
 
 
-def _kept_in_fp32(model: Any, quantizer: Any, dtype: Any) -> Optional[Pattern[str]]:
+def _kept_in_fp32(model: Module, quantizer: Any, dtype: Any) -> Optional[Pattern[str]]:
     """What the release loads in fp32 whatever the dtype, as a pattern for full names."""
     half = str(dtype) == "torch.float16"
     if hasattr(quantizer, "target_dtype"):  # accelerate

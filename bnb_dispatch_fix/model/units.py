@@ -18,6 +18,7 @@ from typing import (
     Union,
 )
 
+from bnb_dispatch_fix.backport.shapes import Model, Module, Tensor
 from bnb_dispatch_fix.model.device_map import ancestors, compact
 from bnb_dispatch_fix.model.sizers import Sizer, Storage
 from bnb_dispatch_fix.placement.records import Device, Unit
@@ -93,7 +94,7 @@ class Units:
 
 
 def measure(
-    model: Any,
+    model: Model,
     *,
     no_split_module_classes: Union[Collection[str], str, None],
     sizer: Sizer,
@@ -166,7 +167,11 @@ class _Walk:
     """One pass over a model's modules and tensors; it keeps a stack, so no model is too deep."""
 
     def __init__(
-        self, model: Any, no_split: AbstractSet[str], sizer: Sizer, no_placement: AbstractSet[str]
+        self,
+        model: Module,
+        no_split: AbstractSet[str],
+        sizer: Sizer,
+        no_placement: AbstractSet[str],
     ) -> None:
         self.model = model
         self.no_split = no_split
@@ -243,7 +248,7 @@ class _Walk:
                 children = reversed(current._modules.items())
                 stack += [(dotted + leaf, child) for leaf, child in children if child is not None]
 
-    def _add(self, index: int, name: str, tensor: Any, owner: Any) -> None:
+    def _add(self, index: int, name: str, tensor: Tensor, owner: Module) -> None:
         key = id(tensor)
         first = self.home.setdefault(key, index)
         if first != index:
@@ -257,13 +262,13 @@ class _Walk:
         if key not in self.counted:
             self._count(index, name, tensor, owner)
 
-    def _count(self, index: int, name: str, tensor: Any, owner: Any) -> None:
+    def _count(self, index: int, name: str, tensor: Tensor, owner: Module) -> None:
         self.counted.add(id(tensor))
         storage = self.sizer(name, tensor, owner)
         elements = self.drafts[index].elements
         elements[storage] = elements.get(storage, 0) + tensor.numel()
 
-    def _leave_out(self, index: int, name: str, tensor: Any, owner: Any) -> None:
+    def _leave_out(self, index: int, name: str, tensor: Tensor, owner: Module) -> None:
         storage = self.sizer(name, tensor, owner)
         self.excluded[name] = math.ceil(tensor.numel() * storage.bytes)
         within = _within(self.drafts[index].names[-1], name)

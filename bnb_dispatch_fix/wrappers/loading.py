@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Dict, Tuple
 
 from bnb_dispatch_fix import features
+from bnb_dispatch_fix.backport.shapes import Installed
 from bnb_dispatch_fix.model.device_map import all_on_host
 from bnb_dispatch_fix.model.load import Load, running
 from bnb_dispatch_fix.wording import log
 from bnb_dispatch_fix.wrappers.contained import contained
 
 
-def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     """Stands for `PreTrainedModel.from_pretrained`: notes the budgets, explains errors."""
     load = _noted(installed, args, kwargs)
     try:
@@ -32,7 +33,7 @@ def from_pretrained(installed: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return loaded
 
 
-def _noted(installed: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Load:
+def _noted(installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Load:
     """What is asked; where it cannot be read, a note that says nothing."""
     with contained("request unread"):
         asked = (kwargs.get("device_map"), kwargs.get("max_memory"))

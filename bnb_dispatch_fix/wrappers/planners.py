@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix import features, states
+from bnb_dispatch_fix.backport.shapes import Installed
 from bnb_dispatch_fix.model import requests
 from bnb_dispatch_fix.model.budgets import overfull
 from bnb_dispatch_fix.model.device_map import all_on_host
@@ -29,7 +30,7 @@ from bnb_dispatch_fix.wrappers.contained import contained
 #: without an instance (transformers 5.14.0-5.24.0), IndexError for towers tied pairwise.
 PLANNER_ERRORS = (ValueError, KeyError, IndexError)
 
-RequestReader = Callable[[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]], Optional[Request]]
+RequestReader = Callable[[Installed, Tuple[Any, ...], Dict[str, Any]], Optional[Request]]
 
 
 class _Thread(threading.local):
@@ -49,12 +50,12 @@ def _planning() -> Iterator[None]:
         _thread.planning = before
 
 
-def transformers_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def transformers_planner(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     """Stands for `_get_device_map` of transformers 4.50 and newer."""
     return around(requests.from_transformers, installed, args, kwargs)
 
 
-def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def accelerate_planner(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     """Stands for accelerate's `infer_auto_device_map`, under all of its names.
 
     transformers 4.30-4.49 call it in `from_pretrained`; whoever else calls it asks for itself. A
@@ -67,14 +68,14 @@ def accelerate_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any)
     return around(read, installed, args, kwargs)
 
 
-def accelerate_bnb_planner(installed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def accelerate_bnb_planner(installed: Installed, *args: Any, **kwargs: Any) -> Any:
     """Stands for accelerate's `get_quantized_model_device_map`."""
     return around(requests.from_accelerate_bnb, installed, args, kwargs)
 
 
 def around(
     read: RequestReader,
-    installed: Callable[..., Any],
+    installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
@@ -106,7 +107,7 @@ def _look_at(request: Request, device_map: Any, decided: bool) -> None:
 
 def _answer(
     request: Request,
-    installed: Callable[..., Any],
+    installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
@@ -152,7 +153,7 @@ def _wrong_with(request: Request, device_map: Any) -> Optional[str]:
 
 def _accepted_without_backport(
     request: Request,
-    installed: Callable[..., Any],
+    installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
@@ -174,7 +175,7 @@ def _accepted_without_backport(
 def _without_backport(
     request: Request,
     outcome: Optional[Outcome],
-    installed: Callable[..., Any],
+    installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
@@ -196,7 +197,7 @@ def _without_backport(
 
 def _read(
     read: RequestReader,
-    installed: Callable[..., Any],
+    installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Optional[Request]:
