@@ -98,7 +98,7 @@ def _tied_in_memory(tied: Any, model: Module) -> Callable[[Any], List[Any]]:
 
 
 @contextmanager
-def _taken_for_quantized(model: Module) -> Iterator[None]:
+def _taken_for_quantized(model: Any) -> Iterator[None]:
     """accelerate 0.21 and 0.22 attach hooks for one device only to a quantized model."""
     if "is_quantized" in vars(model):
         yield

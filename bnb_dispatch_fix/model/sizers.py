@@ -13,7 +13,7 @@ import sys
 from functools import lru_cache
 from typing import Any, Callable, Collection, Dict, Mapping, NamedTuple, Optional, Pattern, Set
 
-from bnb_dispatch_fix.backport.shapes import Module, Tensor
+from bnb_dispatch_fix.backport.shapes import Module, Quantizer, Tensor
 
 
 class Storage(NamedTuple):
@@ -94,7 +94,7 @@ def call_sizer(
     return _dtype_sizer(dtype, special, None)
 
 
-def _quantizer_sizer(model: Module, quantizer: Any, kept: Optional[Pattern[str]]) -> Sizer:
+def _quantizer_sizer(model: Module, quantizer: Quantizer, kept: Optional[Pattern[str]]) -> Sizer:
     """The installed quantizer's own count, but true for what is kept in fp32 or loaded already."""
     element_size = quantizer.param_element_size
     # Asked once per class: the answer takes a search for the module, and is the same for all.

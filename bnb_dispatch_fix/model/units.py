@@ -168,7 +168,7 @@ class _Walk:
 
     def __init__(
         self,
-        model: Module,
+        model: Model,
         no_split: AbstractSet[str],
         sizer: Sizer,
         no_placement: AbstractSet[str],
