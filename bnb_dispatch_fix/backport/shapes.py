@@ -47,6 +47,9 @@ class Module(Protocol):
     def named_parameters(self) -> Iterator[Tuple[str, Tensor]]:
         """Dotted name and parameter, shared ones once."""
 
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters, shared ones once."""
+
     def state_dict(self) -> Mapping[str, Tensor]:
         """Dotted name and tensor of all that is saved."""
 
