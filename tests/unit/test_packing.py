@@ -17,8 +17,10 @@ from packing_oracle import best_rank, planted, random_instance, rank_of
 from bnb_dispatch_fix.explain.proofs import told
 from bnb_dispatch_fix.placement import packing
 from bnb_dispatch_fix.placement.certificates import (
+    RoomUnusable,
     SearchComplete,
     TooManyLarge,
+    TotalTooLarge,
     UnitTooLarge,
     verify,
 )
@@ -259,6 +261,28 @@ def test_complete_search_proves_what_no_bound_sees():
     result = pack(units, budgets)
     assert result == Impossible(SearchComplete(4, 3))
     assert verify(result.certificate, units, budgets)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budgets", "proof"),
+    [
+        ((6, 5), {0: 5, 1: 5}, TotalTooLarge(11, 10)),
+        ((6, 5), {0: 5, 1: 0, 2: -9, 3: 5}, TotalTooLarge(11, 10)),
+        ((0,), {0: 0}, TotalTooLarge(0, 0)),
+        ((1, 6, 2), {0: 5, 1: 5}, UnitTooLarge(("1",), 6, 5)),
+        ((3, 0, 3, 0, 3), {0: 5, 1: 5}, TooManyLarge(3, 3, ((0, 1), (1, 1)))),
+        # Three of at least 4 need three devices, not four of at least 3.
+        ((3, 4, 5, 4), {0: 7, 1: 7, 2: 3}, TooManyLarge(4, 3, ((0, 1), (1, 1), (2, 0)))),
+        ((6, 5, 6), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 6), (1, 6)))),
+        # 7 + 4 and 4 + 4 at most.
+        ((7, 4, 7, 4), {0: 13, 1: 10}, RoomUnusable(4, 22, ((0, 11), (1, 8)))),
+        ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(4, 3)),
+    ],
+)
+def test_proof_is_the_first_of_its_order_that_holds(sizes, budgets, proof):
+    result = pack([Unit(str(n), size) for n, size in enumerate(sizes)], budgets)
+    assert result.certificate == proof
+    assert result.verified
 
 
 def test_nothing_to_place():
