@@ -31,7 +31,7 @@ ROW_SETTINGS = {
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = (
     *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
-    *("accelerate_callers", "kinds", "budgets", "old_torch", "true_loads"),
+    *("one_function", "accelerate_callers", "kinds", "budgets", "old_torch", "true_loads"),
 )
 #: Rows with `torch: false`: its planners cannot be imported.
 WITHOUT_TORCH = ("status", "probe", "without_torch")

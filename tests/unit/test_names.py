@@ -118,6 +118,25 @@ print([type(f).__name__ for f in names()], names()[2](None))
     ]
 
 
+def test_who_takes_somebodys_wrapper_of_ours_has_both(folder):
+    """A name that came later, and leads to us through another's wrapper: no word about a loss."""
+    steps = """
+import functools
+import transformers.integrations.accelerate as planner
+ours = planner.get_balanced_memory
+@functools.wraps(ours)
+def theirs(*args, **kwargs): return "theirs", ours(*args, **kwargs)
+planner.get_balanced_memory = theirs
+import library
+print(library.get_balanced_memory(None, {0: 1000, 1: 1000}))
+print([(p.state, p.reason.partition("wraps")[2]) for p in bnb_dispatch_fix.status().patches][-1])
+"""
+    assert run(folder, SHIM, steps) == [
+        f"('theirs', {BACKPORTED})",
+        "('replaced', ' our wrapper, which still works')",
+    ]
+
+
 class TestReloads:
     def test_of_a_module_that_took_the_function_by_name(self, folder):
         """It takes the wrapper: nothing is lost, and nothing else is said."""

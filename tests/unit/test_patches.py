@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import pickle
@@ -130,6 +131,22 @@ def test_what_was_pickled_with_the_patch_loads_without_it(owner, protocol):
     assert pickle.loads(pickled[2]) is Model.run
     assert pickle.loads(pickled[3])() == ("Model", "a")
     assert pickle.loads(bound)(9) == 9
+
+
+def test_what_a_class_method_is_made_of_is_the_wrapper(owner):
+    """Who keeps the function below it is looked after, too."""
+    patch = patch_of(Model, "load", vars(Model)["load"], backport)
+    patch.apply()
+    assert Model.load.__func__ is patch.wrapper
+    assert Model.load.__func__(Model, "a") == ("ours", ("Model", "a"))
+    assert inspect.ismethod(Model.load)
+    assert isinstance(vars(Model)["load"], classmethod)
+
+
+def test_it_is_copied_as_a_function_is(owner):
+    patch = patch_of(owner, "plan", plan, backport)
+    assert copy.copy(patch.wrapper) is patch.wrapper
+    assert copy.deepcopy({"plan": patch.wrapper})["plan"] is patch.wrapper
 
 
 def test_a_class_method_of_a_subclass_pickles_as_the_subclass_s(owner):

@@ -10,7 +10,8 @@ from bnb_dispatch_fix.patching.replacements import REPLACEMENTS
 
 BALANCED, DISPATCH = "get_balanced_memory", "dispatch_model"
 INFER, PLAN = "infer_auto_device_map", "_get_device_map"
-LOAD = "PreTrainedModel.from_pretrained"
+LOAD, MIXIN = "PreTrainedModel.from_pretrained", "ModelMixin.from_pretrained"
+DIFFUSERS_PLAN = "_determine_device_map"
 
 #: Read off the released packages: release -> module -> names there.
 V4 = {
@@ -32,7 +33,8 @@ ACCELERATE = {
 }
 PEFT = {"peft.peft_model": {BALANCED, DISPATCH, INFER}}
 DIFFUSERS = {
-    "diffusers.models.model_loading_utils": {BALANCED, INFER},
+    "diffusers.models.model_loading_utils": {BALANCED, INFER, DIFFUSERS_PLAN},
+    "diffusers.models.modeling_utils": {DIFFUSERS_PLAN, MIXIN},
     "diffusers.pipelines.pipeline_loading_utils": {DISPATCH},
 }
 
@@ -70,8 +72,8 @@ RELEASES = {
     ("diffusers", "0.31.0"): DIFFUSERS,
     ("diffusers", "0.42.1"): {
         **DIFFUSERS,
-        "diffusers.models.modeling_utils": {DISPATCH},
-        "diffusers.loaders.single_file_model": {DISPATCH},
+        "diffusers.models.modeling_utils": {DISPATCH, DIFFUSERS_PLAN, MIXIN},
+        "diffusers.loaders.single_file_model": {DISPATCH, DIFFUSERS_PLAN},
     },
 }
 
@@ -108,11 +110,13 @@ def test_what_is_missing_there_and_what_it_is_for(matrix):
 
 def test_whose_function_it_is(matrix):
     """transformers has its own budgets since 5.0; it has taken everything else from accelerate."""
-    own = {PLAN, LOAD}
+    own = {PLAN: "transformers", LOAD: "transformers", DIFFUSERS_PLAN: "diffusers"}
+    own[MIXIN] = "diffusers"
     for seam in matrix.seams:
         home = seam.implementation.partition(".")[0]
         v5_budgets = (seam.module, seam.attribute) == (
             "transformers.integrations.accelerate",
             BALANCED,
         )
-        assert home == ("transformers" if seam.attribute in own or v5_budgets else "accelerate")
+        expected = "transformers" if v5_budgets else own.get(seam.attribute, "accelerate")
+        assert home == expected, seam
