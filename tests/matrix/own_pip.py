@@ -58,7 +58,7 @@ def main(wheel):
             moved = (frozen() ^ before) - ours(frozen())
             if moved:
                 sys.exit(f"pip {' '.join(way)} has moved: {', '.join(sorted(moved))}")
-            print(f"pip {' '.join(way[:3])} ...: nothing else has moved")
+            print(f"pip {' '.join(way[5:])}: nothing else has moved")
 
 
 if __name__ == "__main__":
