@@ -33,6 +33,8 @@ CORE = (
     *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
     *("one_function", "accelerate_callers", "kinds", "budgets", "old_torch", "true_loads"),
 )
+#: Releases that answer in a way of their own, beside those with `deep`.
+ANSWERED = ("4.30.2", "4.33.3", "4.44.2")
 #: Rows with `torch: false`: its planners cannot be imported.
 WITHOUT_TORCH = ("status", "probe", "without_torch")
 #: Rows with diffusers.
@@ -206,6 +208,8 @@ def tests(row: Row) -> list[str]:
         parts = DIFFUSERS
     else:
         parts = QUANTIZERS if row.get("quantizers") else CORE
+    if row["transformers"] in ANSWERED and parts is CORE:
+        parts = (*parts, "answers")
     return [*warnings, *(f"tests/release/test_{part}.py" for part in parts)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Iterator, Mapping, Optional, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.model.machine import (
     accelerators_seen,
@@ -17,6 +17,8 @@ from bnb_dispatch_fix.wording import HOST, MIB, amount, device_name
 
 #: A budget below this is rather a slip than a budget (bytes).
 _SLIP = MIB
+#: Accelerators with less than this are as good as not there (bytes).
+_HARDLY_ANYTHING = 2**30 // 10
 #: From this share of a card on, what others hold of it is said.
 _HELD = 0.1
 
@@ -58,6 +60,13 @@ def oddities(request: Request) -> Iterator[str]:
             f"the largest module, {name}, needs {amount(largest)}; the largest usable budget "
             f"is {amount(most)}"
         )
+
+
+def hardly_anything(request: Request) -> List[str]:
+    """What to say where the accelerators' budgets are as good as none; empty where they are not."""
+    if max(request.budgets().accelerators.values(), default=0) >= _HARDLY_ANYTHING:
+        return []
+    return [read_as(request), *(f"- {cause}" for cause in oddities(request))]
 
 
 def _slip(device: Device, size: int, asked: Optional[Mapping[Device, Any]]) -> str:

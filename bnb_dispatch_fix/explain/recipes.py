@@ -102,7 +102,7 @@ def _all_accelerators(request: Request, _: Optional[Outcome]) -> Optional[Recipe
     max_memory: Dict[Device, Any] = {d: typeable(size, up=False) for d, size in cards.items()}
     if trial.loads(request, max_memory) is None:
         return None
-    what = "every GPU named" if len(cards) > 1 else f"{device_name(next(iter(cards)))} named"
+    what = f"with {'every GPU' if len(cards) > 1 else device_name(next(iter(cards)))} named"
     return Recipe(what, f"max_memory={_written(max_memory)}")
 
 

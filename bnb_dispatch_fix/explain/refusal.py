@@ -18,7 +18,7 @@ from bnb_dispatch_fix.explain import (
     whole_model,
 )
 from bnb_dispatch_fix.explain.offloading import stored_quantized
-from bnb_dispatch_fix.explain.recipes import recipes
+from bnb_dispatch_fix.explain.recipes import on_accelerators, recipes
 from bnb_dispatch_fix.model.budgets import UNLIMITED
 from bnb_dispatch_fix.model.device_map import refused_map
 from bnb_dispatch_fix.model.layout import Part, collapsed, describe_model, parts_by_device
@@ -51,8 +51,8 @@ _TRIED = (
 _TINY = 0.001
 #: Scales up to this share of the model are not shown.
 _SMALL_SCALES = 0.01
-#: Accelerators with less than this are as good as not there (bytes).
-_HARDLY_ANYTHING = 2**30 // 10
+#: What balancing comes to where no accelerator has a budget: transformers 4.30-4.49, accelerate.
+_STUMBLES = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 def explain(
@@ -89,6 +89,13 @@ def explain_load(error: Exception, load: Load) -> None:
             found = arguments.swapped(load) or hand_written.lines(error, load)
         else:
             found = offload_disk.lines(error, load) or arguments.lines(error, load)
+        if not found and load.request is not None and isinstance(error, _STUMBLES):
+            found = reading.hardly_anything(load.request)
+        if found and load.request is not None and reading.hardly_anything(load.request):
+            found += [
+                f"{recipe.what} it loads (planned): {recipe.arguments}"
+                for recipe in on_accelerators(load.request)
+            ]
         if found:
             notes.attach(error, found)
     except Exception as fault:  # noqa: BLE001  # the error that is explained must get through
@@ -182,7 +189,7 @@ def _verdict(outcome: Outcome) -> str:
 
 def _odd_budgets(request: Request, outcome: Outcome) -> List[str]:
     """Why hardly anything may go to accelerators, where that is so."""
-    if max(outcome.budgets.accelerators.values(), default=0) >= _HARDLY_ANYTHING:
+    if not reading.hardly_anything(request):
         return []
     causes = [
         *reading.oddities(request),

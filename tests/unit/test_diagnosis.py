@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bnb_dispatch_fix.explain import arguments, notes, offload_disk, reading, recipes
+from bnb_dispatch_fix import wording
+from bnb_dispatch_fix.explain import arguments, notes, offload_disk, proofs, reading, recipes
 from bnb_dispatch_fix.explain import refusal as diagnosis
 from bnb_dispatch_fix.model.load import Load
+from bnb_dispatch_fix.placement.records import Impossible, SearchComplete
 from bnb_dispatch_fix.wording import bytes_in
 
 GIB = 2**30
@@ -313,6 +316,107 @@ def test_a_torch_for_the_cpu_beside_a_driver(monkeypatch, platform):
     found = "\n".join(offload_disk.lines(REFUSED, Load({"": "disk"}, None)))
     assert "an NVIDIA driver is here (version 560.35), but torch 2.13.0+cpu" in found
     assert ("Windows" in found) == (platform == "win32")
+
+
+# --- sizes, proofs and what is read -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "in_table"),
+    [
+        (0, "0 bytes", "0.00"),
+        (1, "1 byte", "1 byte"),
+        (512, "512 bytes", "512 bytes"),
+        (1500, "1.46 KiB", "1.46 KiB"),
+        (30 * 2**20 // 10, "3.00 MiB", "3.00 MiB"),
+        (30 * 2**20, "0.03 GiB", "0.03"),
+        (-512, "-512 bytes", "-512 bytes"),
+        (int(5.21 * GIB), "5.21 GiB", "5.21"),
+    ],
+)
+def test_a_size_has_the_unit_that_shows_it(size, text, in_table):
+    assert wording.amount(size) == text
+    assert wording.cell(size) == in_table
+
+
+def test_a_proof_that_nobody_verified_says_so():
+    proof = SearchComplete(4, 3)
+    assert "not verified" in proofs.told(Impossible(proof, verified=False))
+    assert "not verified" not in proofs.told(Impossible(proof, verified=True))
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "size", "text"),
+    [
+        ("0.21.0", 6.65 * GIB, "6810MiB"),
+        ("0.21.0", 24 * GIB, "24GiB"),
+        ("0.22.0", 6.65 * GIB, "6.7GiB"),
+    ],
+)
+def test_old_accelerate_reads_whole_numbers_only(accelerate, size, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(__version__=accelerate))
+    assert recipes.typeable(size) == text
+
+
+class Free:
+    """A request for what is free."""
+
+    max_memory = None
+
+    def budgets(self):
+        return SimpleNamespace(given={0: 2 * GIB, 1: 23 * GIB, "cpu": 60 * GIB})
+
+
+def test_a_card_that_another_process_holds(monkeypatch):
+    monkeypatch.setattr(reading, "memory_of", {0: 24 * GIB, 1: 24 * GIB}.get)
+    monkeypatch.setattr(reading, "reserved_here", {0: 5 * GIB, 1: 0}.get)
+    (line,) = reading.held_by_others(Free())
+    assert line == (
+        "GPU 0: 2.00 GiB of 24.00 GiB are free; 22.00 GiB are held already, "
+        "5.00 GiB of it by this process"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device_map", "budgets"),
+    [
+        ({0: "10GiB", 1: "10GiB"}, "{0: '10GiB', 1: '10GiB'}"),
+        ({"cuda:0": "10GB", "cpu": "1TB"}, "{0: '10GB', 'cpu': '1TB'}"),
+        ({0: 10 * GIB}, f"{{0: {10 * GIB}}}"),
+    ],
+)
+def test_budgets_given_as_a_device_map(device_map, budgets):
+    (line,) = said(AttributeError("'int' object has no attribute 'count'"), device_map=device_map)
+    assert line.endswith(f"device_map='auto', max_memory={budgets}")
+
+
+@pytest.mark.parametrize("device_map", [{"": 0}, {0: 1}, {"cpu": "cpu"}, {"model": "10GiB"}, {}])
+def test_a_device_map_is_not_taken_for_budgets(device_map):
+    assert arguments.swapped(Load(device_map, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "right"),
+    [("6.7GiB", "'6861MiB'"), ("1.5GB", "'1500MB'"), ("0.5MiB", "'512KiB'")],
+)
+def test_fractions_that_old_accelerate_cannot_read(size, right):
+    number = size.rstrip("GMiB")
+    error = ValueError(f"invalid literal for int() with base 10: '{number}'")
+    (line,) = said(error, max_memory={0: size, "cpu": "60GiB"})
+    assert line.endswith(f"write {right}")
+
+
+def test_keys_that_a_configuration_ignores(monkeypatch):
+    class BitsAndBytesConfig:
+        def __init__(self, load_in_8bit=False, llm_int8_enable_fp32_cpu_offload=False, **unused):
+            pass
+
+    known = SimpleNamespace(BitsAndBytesConfig=BitsAndBytesConfig, __version__="5.0.0")
+    monkeypatch.setitem(sys.modules, "transformers", known)
+    config = {"load_in_8bit": True, "load_in_8bit_fp32_cpu_offload": True, "_private": 1}
+    load = Load("auto", None, {"quantization_config": config})
+    (line,) = arguments.wrong_keys(load)
+    assert line.endswith("it is called llm_int8_enable_fp32_cpu_offload")
 
 
 # --- nothing leaves explain ----------------------------------------------------------------------
