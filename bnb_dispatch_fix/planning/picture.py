@@ -95,7 +95,7 @@ def _sentence(text: str) -> str:
 
 def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:
     """One planner, or several that come to the same."""
-    version = plan.versions.get("transformers", "")
+    release = plan.release
     what = ", ".join(_NAMES[name] for name in names)
     if len(names) > 1:
         what += ": the same"
@@ -105,7 +105,7 @@ def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:
     if run.device_map is None:
         rows = []
     return (
-        f'<section class="panel {tone}"><h2>transformers {escape(version)} {escape(what)}'
+        f'<section class="panel {tone}"><h2>{escape(release)} {escape(what)}'
         f'<span class="badge">{escape(outcome_text(run))}</span></h2>'
         f"{''.join(rows)}{error}</section>"
     )

@@ -98,6 +98,12 @@ class Plan:
         """Bytes that no quantizer will touch."""
         return self.total - self.quantized
 
+    @property
+    def release(self) -> str:
+        """Whose planner was asked: "transformers 5.12.1"."""
+        name = "diffusers" if "diffusers" in self.versions else "transformers"
+        return f"{name} {self.versions.get(name, '')}".strip()
+
     def as_dict(self) -> Dict[str, Any]:
         """Plain data, as `bnb-dispatch-fix plan --json` prints it."""
         found = asdict(self)

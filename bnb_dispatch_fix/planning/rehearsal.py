@@ -8,8 +8,6 @@ is what the installed release does: its dtype rules, its quantizer, its tied wei
 from __future__ import annotations
 
 import importlib
-import json
-import struct
 import tempfile
 from dataclasses import astuple
 from functools import partial, wraps
@@ -22,9 +20,8 @@ from bnb_dispatch_fix.model import layout, requests
 from bnb_dispatch_fix.model.device_map import refused_map
 from bnb_dispatch_fix.model.load import read_request
 from bnb_dispatch_fix.model.search import search
-from bnb_dispatch_fix.patching.matrix import installed_versions
 from bnb_dispatch_fix.patching.patches import original_of
-from bnb_dispatch_fix.planning import checkpoint, simulation
+from bnb_dispatch_fix.planning import checkpoint, components, simulation
 from bnb_dispatch_fix.planning import runs as planned_runs
 from bnb_dispatch_fix.planning.records import RUNS, PlanError
 from bnb_dispatch_fix.planning.runs import Attempt
@@ -63,13 +60,16 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
     Raises:
         PlanError: the model cannot be built, or the budgets cannot be read.
     """
-    config = _configuration(job)
+    component = components.settings_of(job)
     free = None if job.get("free") is None else dict(job["free"])
     with tempfile.TemporaryDirectory() as folder:
-        load = _loader(job, config, folder)
+        if component is None:
+            load, ask = _loader(job, _configuration(job), folder), _ask_all
+        else:
+            load, ask = components.loader(job, component, folder), _ask_diffusers
         with simulation.simulated_gpus(free):
             try:
-                attempts, request = _ask_all(load)
+                attempts, request = ask(load)
             except PlanError as error:
                 raise PlanError(f"{error}{_unread_budgets(job)}") from error
             return _answer(job, attempts, request)
@@ -99,7 +99,7 @@ def _answer(
     ]
     return {
         "model": job.get("label") or type(request.model).__name__,
-        "versions": {name: found for name, found in installed_versions().items() if found},
+        "versions": components.versions(request),
         "strategy": job["strategy"],
         "precision": _precision(request),
         "runs": runs,
@@ -145,18 +145,29 @@ def _ask_all(load: Callable[[], Any]) -> Tuple[Dict[str, Attempt], Any]:
     """Each planner's answer, and the request that all of them got."""
     bnb_dispatch_fix.import_targets()
     modeling = importlib.import_module("transformers.modeling_utils")
-    ask = _ask_planner if hasattr(modeling, "_get_device_map") else _ask_from_pretrained
-    return ask(load, modeling)
+    if hasattr(modeling, "_get_device_map"):
+        return _ask_planner(load, modeling, "_get_device_map", requests.from_transformers)
+    return _ask_from_pretrained(load, modeling)
 
 
-def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Attempt], Any]:
+def _ask_diffusers(load: Callable[[], Any]) -> Tuple[Dict[str, Attempt], Any]:
+    """The same of diffusers, whose quantizer is asked after the planner."""
+    bnb_dispatch_fix.import_targets()
+    modeling = importlib.import_module("diffusers.models.modeling_utils")
+    with components.gpus():
+        return _ask_planner(load, modeling, "_determine_device_map", components.request_of)
+
+
+def _ask_planner(
+    load: Callable[[], Any], modeling: Any, planner: str, read: Callable[..., Any]
+) -> Tuple[Dict[str, Attempt], Any]:
     """Since 4.50 the planner is a function: the model is built once, the planner asked again."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
 
     bnb_dispatch_fix.deactivate()
-    with simulation.replaced(modeling, "_get_device_map", stop):
+    with simulation.replaced(modeling, planner, stop):
         try:
             load()
         except _Called as called:
@@ -165,13 +176,16 @@ def _ask_planner(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[str, Atte
             raise PlanError(f"from_pretrained stops before it plans: {_short(error)}") from error
         else:
             raise PlanError("from_pretrained did not ask for a device map; is it a model?")
-    installed = original_of(modeling._get_device_map)
-    request = requests.from_transformers(installed, *_copied(args, kwargs))
+    installed = original_of(getattr(modeling, planner))
+    request = read(installed, *_copied(args, kwargs))
     attempts = {}
     for name, features in RUNS.items():
         bnb_dispatch_fix.activate(features)
         fresh_args, fresh_kwargs = _copied(args, kwargs)
-        attempts[name] = _attempt(partial(modeling._get_device_map, *fresh_args, **fresh_kwargs))
+        ask = partial(getattr(modeling, planner), *fresh_args, **fresh_kwargs)
+        if request.is_diffusers:
+            ask = partial(components.accepted, ask, request)
+        attempts[name] = _attempt(ask)
     return attempts, request
 
 
@@ -347,11 +361,9 @@ def _own_class(job: Mapping[str, Any], config: Any) -> Any:
 
 
 def _write_checkpoint(config: Any, folder: str) -> None:
-    """A checkpoint whose one file of weights holds none (safetensors: length, then a header)."""
+    """A checkpoint whose one file of weights holds none."""
     config.save_pretrained(folder)
-    header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
-    weights = struct.pack("<Q", len(header)) + header
-    (Path(folder) / "model.safetensors").write_bytes(weights)
+    simulation.write_no_weights(Path(folder) / "model.safetensors")
 
 
 def _quantization(settings: Mapping[str, Any]) -> Any:

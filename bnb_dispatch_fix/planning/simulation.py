@@ -8,6 +8,8 @@ stops.
 from __future__ import annotations
 
 import importlib
+import json
+import struct
 import sys
 import types
 from contextlib import ExitStack, contextmanager
@@ -73,6 +75,12 @@ def build_checkpoint(folder: Union[str, Path], *, intermediate_size: int = 176) 
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).half().save_pretrained(folder, safe_serialization=True)
+
+
+def write_no_weights(file: Path) -> None:
+    """A file of weights that holds none (safetensors: length, then a header)."""
+    header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
 def plan_checkpoint(

@@ -64,7 +64,7 @@ def versions_line(plan: Plan) -> str:
 
 def run_names(plan: Plan) -> Dict[str, str]:
     """What each run is called."""
-    release = f"transformers {plan.versions.get('transformers', '')}".strip()
+    release = plan.release
     return {"release": release, "backport": "with backport", "rescue": "with rescue"}
 
 

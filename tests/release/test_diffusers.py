@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 
 import pytest
@@ -21,6 +22,7 @@ from packaging.version import Version
 import bnb_dispatch_fix
 from bnb_dispatch_fix.model.diffusers import from_diffusers
 from bnb_dispatch_fix.patching.patches import original_of
+from bnb_dispatch_fix.planning.records import PlanError
 
 quantized_maps = pytest.mark.skipif(
     Version("0.32") > RELEASE, reason="diffusers 0.31 refuses every device_map of a quantized model"
@@ -196,10 +198,12 @@ import diffusers.models.modeling_utils, diffusers.loaders.single_file_model
 patches = [p for p in bnb_dispatch_fix.status().patches if p.id.startswith("diffusers")]
 print(sorted(p.id for p in patches if p.state == "applied"))
 print({{p.reason for p in patches if p.state != "applied"}})
+print(bnb_dispatch_fix.status().holders)
 """
-    names = ["device-map", "loader", "modeling-device-map"]
+    names = ["budgets", "infer", "device-map", "loader", "modeling-device-map"]
     names += ["single-file-device-map"] if Version("0.36") <= RELEASE else []
-    applied, others = run(["-c", code]).splitlines()[-2:]
+    applied, others, holders = run(["-c", code]).splitlines()[-3:]
+    assert holders == "()"
     assert {f"diffusers-{name}" for name in names} <= set(eval(applied))
     assert others == "set()" or "is not covered" in others or "has no" in others
 
@@ -307,3 +311,35 @@ def test_the_signature_stays(monkeypatch):
     bnb_dispatch_fix.activate()
     assert inspect.signature(modeling_utils._determine_device_map) == before
     assert modeling_utils._determine_device_map.__name__ == "_determine_device_map"
+
+
+@quantized_maps
+def test_plan_takes_a_component(folder, parts):
+    """The folder of a transformer: its own planner refuses, rescue finds a place."""
+    total = sum(size for _, size in parts)
+    planned = bnb_dispatch_fix.plan(
+        str(folder),
+        max_memory=flux.budgets(total, 4, 1.2),
+        quantization_config={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        dtype="float16",
+    )
+    outcomes = {run.name: (run.error is None, run.device_map) for run in planned.runs}
+    assert [ok for ok, _ in outcomes.values()] == [False, False, True], planned
+    assert planned.versions["diffusers"] == diffusers.__version__
+    assert all(
+        load <= flux.budgets(total, 4, 1.2)[gpu] * 0.9
+        for gpu, load in loads(parts, planned.device_map).items()
+    )
+
+
+def test_plan_names_the_components_of_a_pipeline(folder, tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text((folder / "config.json").read_text())
+    index = {"_class_name": "FluxPipeline", "scheduler": ["diffusers", "Euler"]}
+    index["transformer"] = ["diffusers", "FluxTransformer2DModel"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(PlanError, match=r"plan one of them: .*transformer"):
+        bnb_dispatch_fix.plan(str(tmp_path), max_memory={0: "1GiB"})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PlanError, match=r"no config.json there, nor a model_index"):
+        bnb_dispatch_fix.plan(str(tmp_path / "empty"), max_memory={0: "1GiB"})
