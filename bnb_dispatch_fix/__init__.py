@@ -108,7 +108,7 @@ def plan(
         bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
             transformers cannot build the model; a ValueError of one line.
     """
-    from bnb_dispatch_fix.planning import question as planning
+    from bnb_dispatch_fix.planning import question as planning  # heavy, and for this function only
 
     return planning.plan(
         model,
@@ -142,7 +142,7 @@ def _activate_quietly(features: "Optional[Iterable[str]]" = None) -> None:
 
 def _say(what: str, error: Exception) -> None:
     try:
-        import logging
+        import logging  # only where there is something to say
 
         logging.getLogger(__name__).warning("bnb_dispatch_fix %s: %r", what, error)
     except Exception:  # noqa: BLE001, S110  # without logging there is nobody to tell

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional
@@ -31,7 +32,7 @@ import json
 from importlib import machinery, util
 orders = json.loads(sys.stdin.buffer.readline())
 if orders["user_site"]:
-    import site
+    import site  # not there with python -S
     site.addsitedir(orders["user_site"])
 spec = machinery.PathFinder.find_spec("bnb_dispatch_fix", [orders["home"]])
 if hasattr(spec.loader, "exec_module"):
@@ -103,7 +104,7 @@ def _orders() -> Dict[str, Any]:
 
     Entries that are neither text nor bytes are left out: importing ignores them, too.
     """
-    import site
+    import site  # not there with python -S
 
     entries = [os.fsdecode(entry) for entry in sys.path if isinstance(entry, (str, bytes))]
     user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else None
@@ -144,7 +145,6 @@ def _options(variables: Mapping[str, str]) -> List[str]:
 
 def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
     """Write without waiting for a process that hangs before it reads, or has ended."""
-    import threading
 
     def write() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -215,8 +215,6 @@ def _watch() -> None:
 
     Whoever reads stdin from now on, a library or another process, gets its end.
     """
-    import threading
-
     parent = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

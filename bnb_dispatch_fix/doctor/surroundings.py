@@ -88,7 +88,7 @@ def _import(package: str) -> Answer:
 
 
 def _version(package: str) -> Any:
-    from importlib import metadata
+    from importlib import metadata  # 70 ms
 
     try:
         return metadata.version(package)
@@ -98,9 +98,9 @@ def _version(package: str) -> Any:
 
 def _unmet(package: str) -> List[Tuple[str, str, str]]:
     """Requirements of a package that what is installed does not meet: name, range, version."""
-    from importlib import metadata
+    from importlib import metadata  # 70 ms
 
-    from packaging.requirements import Requirement
+    from packaging.requirements import Requirement  # 30 ms
 
     unmet = []
     try:
@@ -130,7 +130,7 @@ def _numpy_facts(torch: Any) -> Dict[str, Any]:
 
 def _torch_facts() -> Dict[str, Any]:
     """The build ("cuda 12.8", "hip ...", "xpu", "cpu") and the devices, memory in bytes."""
-    import torch
+    import torch  # found, not required
 
     versions = vars(torch.version)
     kind = next((name for name in ("cuda", "hip", "xpu") if versions.get(name)), "cpu")

@@ -52,9 +52,9 @@ def tested(answers: Mapping[str, Answer]) -> Iterator[Finding]:
 
 def tested_rows() -> List[Row]:
     """The rows with all of transformers, accelerate, bitsandbytes and torch, as texts."""
-    import yaml
+    import yaml  # 30 ms, and it may be what is broken
 
-    from bnb_dispatch_fix.patching.matrix import load_matrix, matrix_path
+    from bnb_dispatch_fix.patching.matrix import load_matrix, matrix_path  # needs yaml, see above
 
     load_matrix()  # says in one line what is wrong with the file
     with matrix_path().open("rb") as stream:
@@ -99,7 +99,7 @@ def _shown(versions: Mapping[str, str], keys: Iterable[str] = _COMPARED) -> str:
 
 def _span_missed(version: str, tested: List[str]) -> Optional[str]:
     """The span "4.37.2-5.24.0" of the tested versions if `version` is outside it, else None."""
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import InvalidVersion, Version  # 30 ms
 
     known = sorted(Version(each) for each in tested)
     try:

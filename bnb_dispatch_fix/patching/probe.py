@@ -141,7 +141,7 @@ def _caps(
     low_zero: bool = False,
 ) -> Any:
     """Calls a copy of *function* for one case with explicit budgets on simulated devices."""
-    import torch
+    import torch  # found, not required
 
     budgets: dict[int | str, int] = dict.fromkeys(devices, _BUDGET)
     budgets["cpu"] = _BUDGET

@@ -21,7 +21,7 @@ def probe_whole_disk(function: Callable[..., Any]) -> ProbeResult:
     """
     pr = (_WHOLE_DISK_REFUSED,)
     try:
-        import torch
+        import torch  # found, not required
 
         model = torch.nn.Sequential(torch.nn.Linear(1, 1, device="meta"))
         silent = logging.Logger("bnb_dispatch_fix.probe", logging.CRITICAL + 1)

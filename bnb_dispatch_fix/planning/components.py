@@ -54,7 +54,7 @@ def _without_config(path: Path) -> str:
 
 def loader(job: Mapping[str, Any], settings: Dict[str, Any], folder: str) -> Callable[[], Any]:
     """A call of `from_pretrained` with the job's arguments, on a component without weights."""
-    import torch
+    import torch  # found, not required
 
     try:
         diffusers = importlib.import_module("diffusers")
@@ -87,7 +87,7 @@ def loader(job: Mapping[str, Any], settings: Dict[str, Any], folder: str) -> Cal
 @contextmanager
 def gpus() -> Iterator[None]:
     """diffusers asks torch itself whether there is a GPU for bitsandbytes."""
-    import torch
+    import torch  # found, not required
 
     with simulation.replaced(torch.cuda, "is_available", lambda: True):
         yield

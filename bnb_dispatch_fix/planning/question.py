@@ -191,7 +191,7 @@ def free_memory() -> List[List[Any]]:
 def _free_ram() -> int:
     """Available bytes of main memory; accelerate asks psutil, too."""
     try:
-        import psutil
+        import psutil  # found, not required
 
         return int(psutil.virtual_memory().available)
     except ImportError:

@@ -126,7 +126,7 @@ def _unpatched() -> List[str]:
 
 def _ungrouped(config: Any) -> List[str]:
     """A release that builds a model without its groups of heads (Llama before 4.31)."""
-    import transformers
+    import transformers  # found, not required
 
     groups = getattr(config, "num_key_value_heads", None)
     heads = getattr(config, "num_attention_heads", None)
@@ -245,7 +245,7 @@ def _copied(
 def _configuration(job: Mapping[str, Any]) -> Any:
     """The transformers configuration to build; PlanError where the release does not know it."""
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig  # found, not required
     except Exception as error:
         raise PlanError(f"transformers cannot be imported: {_short(error)}") from error
     trust = bool(job.get("trust_remote_code"))
@@ -268,7 +268,7 @@ def _configuration(job: Mapping[str, Any]) -> Any:
 
 def _refuse_own_code(path: str) -> None:
     """Some releases ask on the terminal whether to run a checkpoint's code; nobody is there."""
-    from transformers import CONFIG_MAPPING, PretrainedConfig
+    from transformers import CONFIG_MAPPING, PretrainedConfig  # found, not required
 
     settings, _ = PretrainedConfig.get_config_dict(path)
     file = checkpoint.own_code(settings)
@@ -280,7 +280,7 @@ def _refuse_own_code(path: str) -> None:
 
 
 def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
-    import transformers
+    import transformers  # found, not required
 
     if job.get("since") and isinstance(error, (ValueError, KeyError)):
         return (
@@ -298,8 +298,8 @@ def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
 
 def _loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], Any]:
     """A call of `from_pretrained` with the job's arguments, on a checkpoint without weights."""
-    import torch
-    import transformers
+    import torch  # found, not required
+    import transformers  # found, not required
 
     model_class = _own_class(job, config) or _model_class(job, config)
     _write_checkpoint(config, folder)
@@ -325,7 +325,7 @@ def _loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], An
 
 def _model_class(job: Mapping[str, Any], config: Any) -> Any:
     """The caller's class, the one the configuration names, or transformers' choice for it."""
-    import transformers
+    import transformers  # found, not required
 
     if job.get("class"):
         module, name = job["class"]
@@ -352,10 +352,10 @@ def _own_class(job: Mapping[str, Any], config: Any) -> Any:
     reference = classes.get("AutoModelForCausalLM") or classes.get("AutoModel")
     if reference is None:
         return None
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers import dynamic_module_utils as remote  # found, not required
 
     try:
-        return get_class_from_dynamic_module(reference, job["path"])
+        return remote.get_class_from_dynamic_module(reference, job["path"])
     except Exception as error:
         raise PlanError(f"{job['path']}: its code {reference}: {_short(error)}") from error
 
@@ -367,13 +367,13 @@ def _write_checkpoint(config: Any, folder: str) -> None:
 
 
 def _quantization(settings: Mapping[str, Any]) -> Any:
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig  # found, not required
 
     if settings.get("quant_method", "bitsandbytes") == "bitsandbytes":
         known = {key: value for key, value in settings.items() if not key.startswith("_")}
         known.pop("quant_method", None)
         return BitsAndBytesConfig(**known)
-    from transformers.quantizers.auto import AutoQuantizationConfig
+    from transformers.quantizers.auto import AutoQuantizationConfig  # as above
 
     return AutoQuantizationConfig.from_dict(dict(settings))
 

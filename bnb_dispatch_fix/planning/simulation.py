@@ -60,8 +60,8 @@ def build_checkpoint(folder: Union[str, Path], *, intermediate_size: int = 176) 
 
     To be computed with on the CPU, `intermediate_size` must be a multiple of 32.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import torch  # found, not required
+    from transformers import LlamaConfig, LlamaForCausalLM  # found, not required
 
     config = LlamaConfig(
         vocab_size=8192,
@@ -100,8 +100,8 @@ def plan_checkpoint(
         bits: 4 (nf4) or 8.
         free: bytes that each simulated GPU and the "cpu" report as free.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    import torch  # found, not required
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # found, not required
 
     four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float16}
     config = BitsAndBytesConfig(
@@ -122,7 +122,7 @@ def outcome_of(
     from_pretrained: Callable[[], Any], free: Optional[Mapping[Device, int]] = None
 ) -> Outcome:
     """Call a function that ends in `from_pretrained`, on simulated GPUs (see `plan_checkpoint`)."""
-    import torch
+    import torch  # found, not required
 
     default = torch.get_default_dtype()
     with simulated_gpus(free):
@@ -145,10 +145,10 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
         free: bytes that each GPU id and "cpu" report as free, for calls without `max_memory`.
             Without it torch says that it sees 16, and nothing about their memory.
     """
-    import accelerate.utils.modeling
+    import accelerate.utils.modeling  # found, not required
     import bitsandbytes  # noqa: F401  # before CUDA is pretended: it would look for a driver
-    import torch
-    import transformers
+    import torch  # found, not required
+    import transformers  # found, not required
 
     with ExitStack() as stack:
         accelerates_torch = _Torch(torch, blank_tensors=free is not None)
@@ -162,7 +162,7 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
             # 4.x refuses bitsandbytes where torch sees no CUDA; 5.x asks bitsandbytes itself.
             stack.enter_context(replaced(torch.cuda, "is_available", lambda: True))
             _import_bitsandbytes_into_transformers()
-        from transformers.modeling_utils import PreTrainedModel
+        from transformers.modeling_utils import PreTrainedModel  # found, not required
 
         stop: Any = classmethod(_stop_before_loading)
         stack.enter_context(replaced(PreTrainedModel, "_load_pretrained_model", stop))
@@ -194,7 +194,7 @@ def _stop_before_loading(cls: type, *args: Any, **kwargs: Any) -> None:
 
 def _cuda_backend(check_available: bool = True) -> Tuple[str, Any]:
     """The kind of accelerator and the torch module that tells about it, with or without any."""
-    import torch
+    import torch  # found, not required
 
     return "cuda", torch.cuda
 
@@ -235,8 +235,8 @@ def _device_class(torch: Any) -> type:
 
 def _report_free_memory(stack: ExitStack, free: Mapping[Device, int]) -> None:
     """Where accelerate reads free memory: the CUDA runtime and psutil."""
-    import psutil
-    import torch
+    import psutil  # found, not required
+    import torch  # found, not required
 
     gpus = sorted(device for device in free if isinstance(device, int))
     memory = types.SimpleNamespace(available=free.get("cpu", 0), total=free.get("cpu", 0))

@@ -255,8 +255,8 @@ _STYLES.update({"loads": "bold green", "not": "bold red"})
 def _print_with_rich(plan: Plan, stream: Any, width: Optional[int]) -> bool:
     """The same lines; rich knows what colours the terminal can show."""
     try:
-        from rich.console import Console
-        from rich.text import Text
+        from rich.console import Console  # found, not required
+        from rich.text import Text  # found, not required
     except ImportError:
         return False
     console = Console(file=stream, highlight=False)

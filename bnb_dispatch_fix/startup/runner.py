@@ -68,7 +68,7 @@ def _become(command: List[str], environment: Dict[str, str]) -> NoReturn:
 
 
 def _run_and_wait(command: List[str], environment: Dict[str, str]) -> int:
-    import subprocess
+    import subprocess  # for Windows only
 
     with subprocess.Popen(command, env=environment) as process:  # noqa: S603  # the user's own
         while True:
