@@ -76,7 +76,7 @@ def test_caps_are_those_of_5_24_0(planner, name):
     cases = [case for case in cases if by_position(case) or not case["low_zero"]]
     if not BACKPORTED:
         cases = [case for case in cases if "raises" not in case]
-    assert len(cases) > 30
+    assert len(cases) >= 30
     different = []
     for case in cases:
         caps, budgets = planned(planner, case, model, quantizer)
