@@ -33,6 +33,8 @@ CORE = (
     *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
     *("one_function", "accelerate_callers", "kinds", "budgets", "old_torch", "true_loads"),
 )
+#: Legacy rows show the commands, too.
+LEGACY_PARTS = (*CORE, "plan", "doctor")
 #: Releases that answer in a way of their own, beside those with `deep`.
 ANSWERED = ("4.30.2", "4.33.3", "4.44.2")
 #: Rows with `torch: false`: its planners cannot be imported.
@@ -200,8 +202,10 @@ def tests(row: Row) -> list[str]:
         return ["tests/unit"]
     # Importing an old release warns, also while tests are collected: that is its affair.
     warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix"]
-    if row.get("deep") or row.get("legacy"):
+    if row.get("deep"):
         return [*warnings, "tests/release"]
+    if row.get("legacy"):
+        return [*warnings, *(f"tests/release/test_{part}.py" for part in LEGACY_PARTS)]
     if not row.get("torch", True):
         parts = WITHOUT_TORCH
     elif "diffusers" in row:
