@@ -200,7 +200,8 @@ def from_accelerate(installed: Installed, args: Tuple[Any, ...], kwargs: Dict[st
 
 def copied(max_memory: Optional[Mapping[Device, Any]]) -> Optional[Dict[Device, Any]]:
     """A copy: the installed `get_max_memory` turns texts into numbers in the caller's dict."""
-    return None if max_memory is None else dict(max_memory)
+    # What is no mapping is the installed release's to refuse.
+    return dict(max_memory) if isinstance(max_memory, Mapping) else max_memory
 
 
 def lone_share(strategy: str, planner: Callable[..., Any]) -> float:
