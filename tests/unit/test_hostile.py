@@ -371,6 +371,7 @@ def planning(tmp_path, script):
     lock, ready = str(tmp_path / "lock"), tmp_path / "ready"
     package = tmp_path / "package"
     write_files(package, {"transformers.py": SLEEPING.format(lock=lock, ready=str(ready))})
+    write_files(tmp_path, {"config.json": '{"model_type": "llama"}'})
     dependencies = Path(__import__("yaml").__file__).parent.parent
     search = os.pathsep.join(map(str, (package, shim_folder(), dependencies)))
     process = subprocess.Popen(
@@ -416,7 +417,7 @@ def test_a_program_that_plans_may_end_as_it_likes(tmp_path):
     """In Python nobody handles signals: the other process sees that its asker is gone."""
     lock, ready = str(tmp_path / "lock"), tmp_path / "ready"
     text = SLEEPING.format(lock=lock, ready=str(ready))
-    write_files(tmp_path, {"transformers.py": text})
+    write_files(tmp_path, {"transformers.py": text, "config.json": '{"model_type": "llama"}'})
     code = (
         "import os, threading, time, bnb_dispatch_fix\n"
         "def end():\n"
