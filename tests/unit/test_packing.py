@@ -285,7 +285,16 @@ def test_proof_is_the_first_of_its_order_that_holds(sizes, budgets, proof):
     assert result.verified
 
 
+def test_tied_units_are_too_large_together():
+    units = [Unit("a", 3, "t"), Unit("b", 1), Unit("c", 3, "t")]
+    result = pack(units, {0: 5, 1: 5})
+    assert result == Impossible(UnitTooLarge(("a", "c"), 6, 5))
+    assert result.verified
+
+
 def test_nothing_to_place():
+    nothing = Placement({}, {}, Kind.DEVICE_ORDER, 0, True, Fraction(0), True)
+    assert pack([], {}) == nothing
     assert pack([], {}) == pack([], {0: 1})
     assert pack([Unit("empty", 0)], {0: 1}).devices == {"empty": 0}
     assert isinstance(pack([Unit("empty", 0)], {0: 0, 1: -1}), Impossible)
@@ -295,6 +304,11 @@ def test_nothing_to_place():
 def test_invalid_units_are_refused(units):
     with pytest.raises(ValueError, match=r"unit"):
         pack(units, {0: 10})
+
+
+def test_check_refuses_a_device_that_is_not_there():
+    units = [Unit("a", 1)]
+    assert check(pack(units, {"xpu": 1}), units, {0: 1}) == ["device xpu has no budget"]
 
 
 def test_check_names_every_violation():
