@@ -8,7 +8,7 @@ from operator import ne
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from bnb_dispatch_fix.placement.contiguous import AnyOrder, Chain, Segment, Steps, in_device_order
-from bnb_dispatch_fix.placement.division import Effort, divide
+from bnb_dispatch_fix.placement.division import Effort, _Division, divide
 from bnb_dispatch_fix.placement.scattered import Line
 
 
@@ -125,25 +125,56 @@ def _contiguous(rng: random.Random, in_order: bool) -> Tuple[str, object]:
     return ("within the runs" if right else "WRONG"), instance
 
 
-def _division(rng: random.Random) -> Tuple[str, object]:
-    sizes = _sizes(rng, 8)
-    caps = _caps(rng, sum(sizes), rng.randint(1, 4))
-    found = divide(sizes, caps, 100_000)
-    instance = (sizes, caps, found)
+def _division(rng: random.Random, greedy: bool) -> Tuple[str, object]:
+    if greedy:
+        sizes = _sizes(rng, 8)
+        caps = _caps(rng, sum(sizes), rng.randint(1, 4))
+    else:
+        sizes, caps = _tight_division(rng)
+    order = rng.sample([d for d, cap in enumerate(caps) if cap > 0], sum(cap > 0 for cap in caps))
+    found = (
+        divide(sizes, caps, 100_000)
+        if greedy
+        else _Division([s for s in sizes if s], caps, order, Effort(100_000)).search()
+    )
+    instance = (sizes, caps, order, found)
     if found is None:
-        rooms = {tuple(caps)}
-        for size in sizes:
-            rooms = {
-                (*room[:d], room[d] - size, *room[d + 1 :])
-                for room in rooms
-                for d in range(len(room))
-                if room[d] >= size
-            }
-        return ("WRONG" if rooms else "none"), instance
+        return ("WRONG" if _can_be_divided(sizes, caps) else "none"), instance
     right = all(sum(part) <= cap for part, cap in zip(found, caps))
     placed = sorted(size for part in found for size in part)
     right = right and placed == sorted(size for size in sizes if size)
     return ("divided" if right else "WRONG"), instance
+
+
+def _tight_division(rng: random.Random) -> Tuple[List[int], List[int]]:
+    """Return sizes and budgets that leave little or no room, possible or just not."""
+    caps = [0] * rng.randint(2, 4)
+    largest = rng.choice([5, 9, 20])
+    sizes = [rng.randint(1, largest) for _ in range(rng.randint(3, 10))]
+    for size in sizes:
+        caps[rng.randrange(len(caps))] += size
+    moved = rng.choice([0, 1, 1, 2, 3])  # from one budget to another
+    first, second = rng.sample(range(len(caps)), 2)
+    if caps[first] >= moved:
+        caps[first] -= moved
+        caps[second] += moved
+    if rng.random() < 0.3:
+        caps = [-(-sum(caps) // len(caps))] * len(caps)
+    if rng.random() < 0.3:
+        caps[rng.randrange(len(caps))] += rng.randint(1, 2)
+    return sizes, caps
+
+
+def _can_be_divided(sizes: Sequence[int], caps: Sequence[int]) -> bool:
+    rooms = {tuple(caps)}
+    for size in sizes:
+        rooms = {
+            (*room[:d], room[d] - size, *room[d + 1 :])
+            for room in rooms
+            for d in range(len(room))
+            if room[d] >= size
+        }
+    return bool(rooms)
 
 
 def _line(rng: random.Random) -> Tuple[str, object]:
@@ -177,6 +208,7 @@ def _line(rng: random.Random) -> Tuple[str, object]:
 SEARCHES: Dict[str, Callable[[random.Random], Tuple[str, object]]] = {
     "in_device_order": lambda rng: _contiguous(rng, True),
     "AnyOrder": lambda rng: _contiguous(rng, False),
-    "divide": _division,
+    "divide": lambda rng: _division(rng, True),
+    "divide, nothing greedy": lambda rng: _division(rng, False),
     "Line.search": _line,
 }
