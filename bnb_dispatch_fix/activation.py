@@ -149,6 +149,7 @@ class Switchboard:
                 importlib.import_module(seam.module)
             except Exception as error:  # noqa: BLE001  # told by status()
                 self._failures[seam.id] = f"importing {seam.module} failed: {one_line(error)}"
+        WIRE.look_around()  # accelerate 0.20 searches nothing more once its own import has ended
 
     def _load(self) -> Matrix:
         """The matrix, read once; an empty one, and `_problem`, where it cannot be read."""

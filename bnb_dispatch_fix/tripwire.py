@@ -76,7 +76,7 @@ class Tripwire:
         self._watched[name] = on_loaded
         self._awaited[name] = None
         self._stand_in_line()
-        self._look_around()
+        self.look_around()
 
     def find_spec(self, fullname: str, path: "Any" = None, target: "Any" = None) -> "Any":
         """Find nothing, or what the finders behind this one find for a watched module."""
@@ -84,7 +84,7 @@ class Tripwire:
             return None
         if self._on_trip is not None:
             self._trip()
-        self._look_around()
+        self.look_around()
         if fullname not in self._watched:
             return None
         if fullname not in sys.modules:
@@ -112,8 +112,8 @@ class Tripwire:
             self._on_trip = on_trip
             raise
 
-    def _look_around(self) -> None:
-        """Tell of the awaited modules that are complete."""
+    def look_around(self) -> None:
+        """Tell of the awaited modules that are complete; each search inside a package does so."""
         for name in list(self._awaited):
             module = sys.modules.get(name)
             if module is not None and not is_importing(module):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import platform
@@ -25,6 +24,7 @@ from bnb_dispatch_fix.features import SWITCH, read_switch
 from bnb_dispatch_fix.model.machine import nvidia_driver
 from bnb_dispatch_fix.startup import autoload
 from bnb_dispatch_fix.states import PatchStatus
+from bnb_dispatch_fix.tripwire import WIRE
 from bnb_dispatch_fix.wording import gib, one_line
 
 _HIDES_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -216,9 +216,7 @@ def _seams(answers: Mapping[str, Answer]) -> Iterator[Finding]:
             except Exception as error:  # noqa: BLE001  # a library may fail in any way
                 text = f"{module} cannot be imported: {one_line(error)}"
                 yield Finding(ERROR, "seams", text, _REPORT)
-    for package in usable:  # a search inside shows the shim that the package's import has ended
-        with contextlib.suppress(Exception):
-            importlib.util.find_spec(f"{package}.no_such_module")
+    WIRE.look_around()  # a package may have been imported before its names could be patched
     status = bnb_dispatch_fix.status()
     if status.problem:
         yield Finding(ERROR, "seams", status.problem, "reinstall bnb-dispatch-fix")

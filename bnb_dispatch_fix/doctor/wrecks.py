@@ -91,7 +91,7 @@ def _set_submodule(torch: Answer, transformers: Answer) -> Iterator[Finding]:
     if torch.facts.get("set_submodule", True) or _release(version) < since:
         return
     text = (
-        f"torch {torch.facts.get('version')} has no Module.set_submodule, which transformers "
+        f"{torch.facts.get('version')} has no Module.set_submodule, which transformers "
         f"{version} quantizes with"
     )
     hint = f"pip install 'torch>={needed}', or 'transformers<{since[0]}'"

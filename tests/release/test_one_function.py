@@ -23,7 +23,8 @@ NAMES = ("get_balanced_memory", "dispatch_model", "infer_auto_device_map", "_get
 def load_all():
     import accelerate, transformers.integrations, transformers.modeling_utils
     for package in (accelerate, transformers.integrations):
-        for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        path = vars(package).get("__path__", ())  # transformers.integrations is a file until 4.32
+        for _, name, _ in pkgutil.walk_packages(path, package.__name__ + "."):
             if ".commands" in name or ".test_utils" in name or name.endswith("memory_utils"):
                 continue  # command lines; a module that warns that it has moved
             try:

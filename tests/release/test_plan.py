@@ -344,6 +344,10 @@ def test_a_quantization_of_null_is_none(without_weights, tmp_path):
     settings = json.loads((without_weights / "config.json").read_text("utf-8"))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**settings, "quantization_config": None}), encoding="utf-8")
+    try:
+        transformers.AutoConfig.from_pretrained(path)
+    except AttributeError:
+        pytest.skip(f"transformers {transformers.__version__} cannot read it itself")
     code, out, err = command(str(path), "--max-memory", "8x1GiB")
     assert code == 0, err
     assert "4-bit nf4 (bitsandbytes)" in out

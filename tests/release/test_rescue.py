@@ -149,7 +149,8 @@ def test_offloading_that_the_caller_allowed_is_not_touched(strategy, caplog):
     expected = shapes.plan(HUNDRED, strategy, max_memory, **allowed)
     bnb_dispatch_fix.activate()
     found = shapes.plan(HUNDRED, strategy, max_memory, **allowed)
-    assert (found.device_map, repr(found.error)) == (expected.device_map, repr(expected.error))
+    assert found.device_map == expected.device_map
+    assert repr(without_note(found.error)) == repr(without_note(expected.error))
     assert on_cpu(expected)
     # Before 4.38 the release refuses such a map all the same, where it made it itself.
     assert (expected.error is None) == (Version("4.38.0") <= shapes.TRANSFORMERS)
@@ -221,11 +222,11 @@ def test_a_no_split_class_without_an_instance(strategy, monkeypatch):
 
 
 def test_low_zero_fills_the_first_device_last():
-    """80 of 100 fit on the other two devices."""
+    """80 of 100 fit on the other two devices; where no tenth is kept back for the scales, 70."""
     max_memory = budget(60_000, 46_000, 46_000)
     found = shapes.plan(HUNDRED, "balanced_low_0", max_memory)
     shapes.assert_placed(HUNDRED, found, max_memory)
-    assert HUNDRED.loads(found.device_map)[0] == 10_000
+    assert HUNDRED.loads(found.device_map)[0] == (10_000 if SHARE == 0.9 else 20_000)
 
 
 @pytest.mark.parametrize(
