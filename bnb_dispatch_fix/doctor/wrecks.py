@@ -5,12 +5,16 @@ Every one was built in a virtual environment first; the signs are what was seen 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Pattern, Tuple
 
-from bnb_dispatch_fix.doctor.findings import ERROR, WARN, Finding
+from bnb_dispatch_fix.doctor.findings import ERROR, PASS, WARN, Finding
 from bnb_dispatch_fix.doctor.surroundings import Answer
 
+#: Switches the kernels that transformers 5.25 and newer fetch off; read there as YES or NO.
+_KERNELS_SWITCH = "USE_HUB_KERNELS"
+_NO = ("NO", "0", "OFF", "FALSE")
 #: The first transformers that replaces layers with `set_submodule`, and the torch that has it.
 _SET_SUBMODULE = ((5, 0), "2.5")
 
@@ -107,8 +111,11 @@ def _requirements(package: str, answer: Answer) -> Iterator[Finding]:
     for name, wanted, found in answer.facts.get("unmet", ()):
         text = f"{package} {answer.facts.get('version')} asks for {name}{wanted}, found {found}"
         hint = f"pip install '{name}{wanted}'"
+        if name == "kernels" and os.environ.get(_KERNELS_SWITCH, "").upper() in _NO:
+            yield Finding(PASS, package, f"{text}; {_KERNELS_SWITCH} says not to use it")
+            continue
         if name == "kernels":
-            hint += ", or set USE_HUB_KERNELS=NO where there is no such release"
+            hint += f", or set {_KERNELS_SWITCH}=NO where there is no such release"
         yield Finding(WARN, package, text, hint)
 
 
