@@ -68,8 +68,6 @@ def test_transformers_is_refused_without_the_shim(answers, weights):
 def test_dispatch_model_gives_the_tokens_of_the_cpu(answers, weights):
     if ACCELERATE >= UPSTREAM:
         pytest.skip('accelerate 1.15.0 writes no weights for the key "" itself')
-    if Version("0.21.0.dev0") > ACCELERATE:
-        pytest.skip("accelerate 0.20 is repaired where transformers calls it")
     found = answers["on"][weights]
     assert_runs(found["dispatch_model"], found["expected"])
     assert found["dispatch_model"]["device_map"] == {"": "disk"}

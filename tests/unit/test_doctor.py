@@ -518,7 +518,7 @@ def test_other_patchers_above_and_below_are_named(patched):
 
 
 def test_a_seam_of_other_releases_is_no_unpatched_reference(patched, monkeypatch):
-    """accelerate 0.20's own `dispatch_model`: the fix is put where transformers calls it."""
+    """A name that is a seam in other releases only is left as it is, on purpose."""
     theirs = types.ModuleType("accelerate.big_modeling")
     theirs.dispatch_model = patched[1].original
     monkeypatch.setitem(sys.modules, "accelerate.big_modeling", theirs)
