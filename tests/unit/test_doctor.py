@@ -307,6 +307,12 @@ def test_a_requirement_that_pip_did_not_meet(answers, unmet, hint):
     assert warned[2] == hint
 
 
+def test_kernels_that_are_switched_off_are_no_warning(answers, monkeypatch):
+    answers["transformers"].facts["unmet"] = [("kernels", ">=0.19.1", "0.17.2")]
+    monkeypatch.setenv("USE_HUB_KERNELS", "NO")
+    assert {level for level, _, _ in found(doctor.examine(), "transformers")} == {"PASS"}
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
