@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from cell import installed
+
+# Whoever started the tests may ignore some (nohup, a shell's background job), and the programs that
+# tests start would inherit that. A handler that does nothing shields this process alone.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
+
 
 PACKAGES = ("transformers", "accelerate", "bitsandbytes", "torch", "wrapt", "PyYAML", "packaging")
 CELL = pytest.StashKey()
