@@ -6,13 +6,13 @@ import logging
 from typing import Mapping
 
 from bnb_dispatch_fix.model.load import say_later
-from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.requests import Measured
 from bnb_dispatch_fix.model.search import offloads, overfilled
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import amount, device_name, log
 
 
-def warn(request: Request, device_map: Mapping[str, Device], decided: bool = True) -> None:
+def warn(measured: Measured, device_map: Mapping[str, Device], decided: bool = True) -> None:
     """Log one line where it is so, device by device; no exception leaves it.
 
     The release counts less than is stored: transformers 4.x what is not quantized, every release
@@ -20,14 +20,15 @@ def warn(request: Request, device_map: Mapping[str, Device], decided: bool = Tru
     `decided`: then it is said when `from_pretrained` has loaded.
     """
     try:
-        found = overfilled(request, device_map)
+        found = overfilled(measured, device_map)
         if not found:
             return
         devices = ", ".join(
             f"{device_name(device)}: {amount(load)} of {amount(budget)}"
             for device, (load, budget) in found.items()
         )
-        asked = f"device_map={request.strategy!r}" if request.strategy else "accelerate's planner"
+        strategy = measured.request.strategy
+        asked = f"device_map={strategy!r}" if strategy else "accelerate's planner"
         if not decided and offloads(device_map):
             say_later("overfilled", asked, devices)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import cached_property
 from typing import Any, Callable, Collection, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple
 
 from packaging.version import Version
@@ -98,6 +99,27 @@ class Request(NamedTuple):
             sizer=self.sizer,
             no_placement_params=no_placement_params,
         )
+
+
+class Measured:
+    """What the model of a request takes and what devices have for it, each read when first asked.
+
+    For who looks at one answer of a planner more than once: a walk over the model is a large part
+    of what a plan takes.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    @cached_property
+    def budgets(self) -> Budgets:
+        """See `Request.budgets`; what that raises is raised."""
+        return self.request.budgets()
+
+    @cached_property
+    def units(self) -> Units:
+        """See `Request.units`."""
+        return self.request.units()
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 from bnb_dispatch_fix.model.budgets import Budgets, overfull
 from bnb_dispatch_fix.model.machine import accelerators_seen
-from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.requests import Measured, Request
 from bnb_dispatch_fix.model.units import Units
 from bnb_dispatch_fix.placement.packing import pack
 from bnb_dispatch_fix.placement.records import (
@@ -28,19 +28,21 @@ class Outcome(NamedTuple):
     device_map: Optional[Dict[str, Device]]
 
 
-def search(request: Request) -> Outcome:
+def search(request: Request, measured: Optional[Measured] = None) -> Outcome:
     """Search a placement on the accelerators within the caller's own budgets.
 
     Sizes are those the release counts, for nothing that it would accept may be refused; a
     placement with room for what is stored beside them is preferred (see `_with_scales`).
+    `measured` is what was read of the request already.
     Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
     """
-    budgets = request.budgets()
+    measured = measured or Measured(request)
+    budgets = measured.budgets
     usable = budgets.accelerators
     low_zero = request.strategy == "balanced_low_0" and len(usable) > 1
     fill_last = device_order(usable)[0] if low_zero else None
     for left_out in [(), request.no_placement] if request.no_placement else [()]:
-        units = request.units(left_out)
+        units = request.units(left_out) if left_out else measured.units
         result = pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):
             result = _with_scales(result, units, budgets, fill_last)
@@ -82,13 +84,15 @@ def _with_scales(
     return placed
 
 
-def overfilled(request: Request, device_map: Mapping[str, Device]) -> Dict[Device, Tuple[int, int]]:
+def overfilled(
+    measured: Measured, device_map: Mapping[str, Device]
+) -> Dict[Device, Tuple[int, int]]:
     """Return (stored bytes, the caller's budget) of each accelerator that a map overfills.
 
     True sizes, with bitsandbytes' scales, against what the caller gave or what is free.
     """
-    given = request.budgets().given
-    loads = request.units().stored().loads(device_map)
+    given = measured.budgets.given
+    loads = measured.units.stored().loads(device_map)
     return {
         device: (load, given[device])
         for device, load in loads.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix import features, states
@@ -19,7 +19,7 @@ from bnb_dispatch_fix.model.load import (
     remember,
     uncorrected,
 )
-from bnb_dispatch_fix.model.requests import Request
+from bnb_dispatch_fix.model.requests import Measured, Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import gib, log, one_line
@@ -85,14 +85,16 @@ def around(
     if request is None:
         with _planning():
             return installed(*args, **kwargs)
-    device_map = _answer(request, installed, args, kwargs)
+    measured = Measured(request)
+    device_map = _answer(measured, installed, args, kwargs)
     with contained("plan unread"):
-        _look_at(request, device_map, decided=read is not read_request)
+        _look_at(measured, device_map, decided=read is not read_request)
     return device_map
 
 
-def _look_at(request: Request, device_map: Any, decided: bool) -> None:
+def _look_at(measured: Measured, device_map: Any, decided: bool) -> None:
     """Warn of an odd plan that is accepted; `decided`: the release will not refuse it later."""
+    request = measured.request
     if "explain" not in features.on():
         return
     if all_on_host(device_map):
@@ -102,42 +104,49 @@ def _look_at(request: Request, device_map: Any, decided: bool) -> None:
     elif request.refuses_offload and isinstance(device_map, Mapping):
         from bnb_dispatch_fix.explain import overfilled  # for what bitsandbytes quantizes only
 
-        overfilled.warn(request, device_map, decided=decided)
+        overfilled.warn(measured, device_map, decided=decided)
 
 
 def _answer(
-    request: Request,
+    measured: Measured,
     installed: Installed,
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
     """The installed planner's answer, or a better one; raises what it raises, explained."""
+    request = measured.request
     try:
         with _planning():
             device_map = installed(*args, **kwargs)
     except PLANNER_ERRORS as error:
-        found, _ = _instead(request, error, None)
-        if found is None:
-            found = _accepted_without_backport(request, installed, args, kwargs)
+        found, outcome = _instead(measured, error, None)
+        if found is None and "backport" in features.on():
+            with suppress(Exception):  # refused in any case: the first error is what is seen
+                found = _without_backport(request, outcome, installed, args, kwargs)
         if found is None:
             raise
         return found
     remember(request, None, device_map)
     why = None
     with contained("plan unread"):
-        why = _wrong_with(request, device_map)
+        why = _wrong_with(measured, device_map)
     if why is None:
         return device_map
-    found, outcome = _instead(request, None, why, device_map)
+    found, outcome = _instead(measured, None, why, device_map)
     if found is None and "backport" in features.on():
         if all_on_host(device_map) and request.decided_later:
             return device_map  # refused for sure, and by an error that says what it is about
-        return _without_backport(request, outcome, installed, args, kwargs)
+        try:
+            return _without_backport(request, outcome, installed, args, kwargs)
+        except Exception as error:
+            _explain(error, request, outcome)
+            raise
     return device_map if found is None else found
 
 
-def _wrong_with(request: Request, device_map: Any) -> Optional[str]:
+def _wrong_with(measured: Measured, device_map: Any) -> Optional[str]:
     """Why a map will be refused, or should be; None where nothing is wrong with it."""
+    request = measured.request
     if not isinstance(device_map, Mapping):
         return None
     if request.refuses is not None and request.refuses(device_map):
@@ -146,30 +155,9 @@ def _wrong_with(request: Request, device_map: Any) -> Optional[str]:
         return None
     if offloads(device_map):
         return "modules on the CPU"
-    if not request.counts_true_sizes and _overfills(request, device_map):
+    if not request.counts_true_sizes and _overfills(measured, device_map):
         return "more on a device than its budget, as not every module counted in its own dtype"
     return None
-
-
-def _accepted_without_backport(
-    request: Request,
-    installed: Installed,
-    args: Tuple[Any, ...],
-    kwargs: Dict[str, Any],
-) -> Any:
-    """The answer to budgets that nobody corrected; None where it is refused too.
-
-    Corrected budgets can turn a map that was accepted into one that is not: with less on the
-    accelerators than one module (a map that is all "cpu" is accepted), or with the sizes of
-    transformers 4.x that count too little.
-    """
-    if "backport" not in features.on():
-        return None
-    try:
-        with features.without("backport"), _planning():
-            return uncorrected(request, installed, args, kwargs)
-    except Exception:  # noqa: BLE001  # refused in any case: the first error is what is seen
-        return None
 
 
 def _without_backport(
@@ -179,18 +167,15 @@ def _without_backport(
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
-    """The answer to budgets that nobody corrected, or its error, explained.
+    """The answer to budgets that nobody corrected; raises what the planner raises.
 
-    With corrected budgets and sizes that count too little, transformers 4.x can accept what it
-    would have refused: more on a device than its budget. Where no placement exists, what comes
-    out is what came out without the shim.
+    Where no placement exists, what comes out is what came out without the shim. Corrected budgets
+    can turn a map that was accepted into one that is not: with less on the accelerators than one
+    module (a map that is all "cpu" is accepted), or with the sizes of transformers 4.x that count
+    too little. And with these it can accept more on a device than its budget, and refused before.
     """
-    try:
-        with features.without("backport"), _planning():
-            device_map = uncorrected(request, installed, args, kwargs)
-    except Exception as error:
-        _explain(error, request, outcome)
-        raise
+    with features.without("backport"), _planning():
+        device_map = uncorrected(request, installed, args, kwargs)
     remember(request, outcome, device_map)
     return device_map
 
@@ -209,21 +194,21 @@ def _read(
         return None
 
 
-def _overfills(request: Request, device_map: Mapping[str, Device]) -> bool:
+def _overfills(measured: Measured, device_map: Mapping[str, Device]) -> bool:
     """Whether true sizes put more on an accelerator than the caller's budget.
 
     transformers 4.x counts every module of a bitsandbytes model as quantized, embeddings too;
     5.x counts in the model's dtype what it keeps in fp32.
     """
     try:
-        return bool(overfull(request.units().loads(device_map), request.budgets()))
+        return bool(overfull(measured.units.loads(device_map), measured.budgets))
     except Exception as fault:  # noqa: BLE001  # the map stays as it is
         log(states.contained("loads unchecked", fault), "loads unchecked", fault)
         return False
 
 
 def _instead(
-    request: Request,
+    measured: Measured,
     error: Optional[Exception],
     why: Optional[str],
     refused: Any = None,
@@ -232,8 +217,9 @@ def _instead(
 
     An error without a placement is explained. No exception leaves it.
     """
+    request = measured.request
     try:
-        outcome = search(request)
+        outcome = search(request, measured)
         if outcome.device_map is not None and "rescue" in features.on():
             if error is not None:
                 _validate(request, outcome.device_map)

@@ -21,6 +21,7 @@ from shapes import HAS_PLANNER, SHARE, STRATEGIES, Shape
 from torch import nn
 
 import bnb_dispatch_fix
+from bnb_dispatch_fix.model import requests
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import search
 from bnb_dispatch_fix.model.sizers import sizer_for
@@ -210,6 +211,24 @@ def test_room_for_all_is_no_warning(caplog):
     found = shapes.plan(shape, "sequential", dict.fromkeys(range(2), 3_000_000))
     assert found.error is None
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("given", [3_000_000, 600_000], ids=["accepted", "placed by rescue"])
+def test_one_plan_measures_the_model_and_reads_the_budgets_once(given, monkeypatch):
+    """A walk over the model is a large part of what a plan costs with the shim."""
+    done = []
+    for name in ("measure", "usable_budgets"):
+        installed = getattr(requests, name)
+
+        def noted(*args, _name=name, _installed=installed, **kwargs):
+            done.append(_name)
+            return _installed(*args, **kwargs)
+
+        monkeypatch.setattr(requests, name, noted)
+    shape = Shape(2, (90_000,) * 20, 2)
+    found = shapes.plan(shape, "sequential", dict.fromkeys(range(4), given))
+    assert found.error is None
+    assert done.count("measure") == done.count("usable_budgets") == 1
 
 
 # --- models and budgets that are hardly any ------------------------------------------------------
