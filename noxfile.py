@@ -22,6 +22,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results"
 TEST_TOOLS = ["pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.113", "jsonschema>=4.17"]
+#: mutmut's operators are called from here, so that another release may need another call.
+MUTATION_TOOLS = ["mutmut==3.8.1", "coverage>=7.6", "rich"]
 #: Keys of a row that are not "package: version".
 ROW_SETTINGS = {
     *("python", "torch", "bounds", "ci", "deep", "quantizers"),
@@ -322,6 +324,17 @@ def fuzz(session: nox.Session, row: Row) -> None:
     """
     install_row(session, row)
     session.run("python", "tests/fuzz/loads.py", *(session.posargs or ["--plans", "25000"]))
+
+
+@nox.session(python="3.11")
+def mutation(session: nox.Session) -> None:
+    """Small changes to the code, and whether a unit test notices; in a copy. Takes hours.
+
+    `nox -s mutation -- model/budgets --jobs 2` for some modules; with --survivors again only what
+    has survived. Fails where a survivor has no reason in tests/mutation/reasons.yaml.
+    """
+    session.install("--quiet", *TEST_TOOLS, *MUTATION_TOOLS, "-r", "pyproject.toml")
+    session.run("python", "tests/mutation/mutate.py", *session.posargs)
 
 
 @nox.session

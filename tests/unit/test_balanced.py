@@ -70,10 +70,16 @@ def test_low_zero_reads_budgets_by_device_id(budgets, expected):
     assert balanced_caps(budgets, 1000, 100, 0, low_zero=True) == expected
 
 
-@pytest.mark.parametrize("share", [1, 0.9, 0.5])
+def test_an_accelerator_of_one_byte_is_one():
+    # GPU 1 takes all 1000, so that nothing is left for GPU 0.
+    assert balanced_caps({0: 1, 1: 1000}, 1000, 100, 0, low_zero=True) == {0: 0, 1: 1000}
+
+
+@pytest.mark.parametrize("share", [1, 1.0, 0.9, 0.5])
 def test_a_lone_accelerator_keeps_back_what_the_release_does(share):
     caps = balanced_caps({0: 1000}, 500, 0, 0, caller_set_budgets=False, lone_share=share)
     assert caps == {0: 1000 * share}
+    assert isinstance(caps[0], int if share == 1 else float)  # nothing is rounded on the way
 
 
 def test_the_share_of_a_lone_accelerator_is_read_off_the_code():
@@ -89,6 +95,10 @@ def test_the_share_of_a_lone_accelerator_is_read_off_the_code():
     def wrapped(budgets):
         return keeps_nothing(budgets) * 0.5
 
+    def keeps_a_half_at_times(budgets):
+        return 0.0, 0.9 * budgets[0], 0.5 * budgets[1]
+
+    assert lone_device_share(keeps_a_half_at_times) == 0.5
     assert lone_device_share(keeps_a_tenth) == 0.9
     assert lone_device_share(keeps_nothing) == 1
     assert lone_device_share(wrapped) == 1
@@ -161,7 +171,7 @@ def test_a_leaf_module_is_the_sum_of_its_own_tensors():
         "norm.weight": 3,
         "norm.bias": 2,
         "block.weight": 4,
-        "block.fc.weight": 1,
+        "block.fc.weight": 2,
     }
     assert largest_leaf_module(sizes) == 5
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bnb_dispatch_fix.model import load
 from bnb_dispatch_fix.model.budgets import (
     UNLIMITED,
+    Budgets,
     adds_unused,
+    overfull,
+    reserved_but_unused,
     usable_budgets,
 )
 
@@ -70,6 +76,7 @@ def test_the_quantizers_share_is_rounded_down():
         ({0: 100, "cpu": 1000}, {0: 81, "cpu": 900}),  # 0.9 x 0.9
         ({0: 100, 1: 100, "cpu": 1000}, {0: 90, 1: 90, "cpu": 900}),
         ({0: 0, 1: 100, "cpu": 1000}, {0: 0, 1: 81, "cpu": 900}),
+        ({0: 1, 1: 100, "cpu": 1000}, {0: 0, 1: 90, "cpu": 900}),  # one byte is free on GPU 0
         ({"mps": 100}, {"mps": 90}),
         ({"cpu": 1000}, {"cpu": 900}),
     ],
@@ -108,6 +115,7 @@ def test_unused_memory_is_added_up_to_what_the_caller_allows():
     ("version", "expected"),
     [
         ((4, 51, 3), False),
+        ((4, 52), True),
         ((4, 52, 1), True),
         ((5, 0, 0), True),
         ((5, 3, 0), True),
@@ -123,6 +131,59 @@ def test_unusual_numbers():
     assert budgets.usable == {0: 1, 1: 0, 2: UNLIMITED, 3: 0}
     with pytest.raises(ValueError, match=r"max_memory\[0\] must be a number of bytes, not nan"):
         usable_budgets({0: math.nan}, get_max_memory=read())
+
+
+def test_a_share_that_is_no_number_names_the_device():
+    with pytest.raises(ValueError, match=r"max_memory\[1\] must be a number of bytes, not nan"):
+        usable_budgets({1: 7}, get_max_memory=read(), adjust=lambda sizes: {1: math.nan})
+
+
+def test_a_device_is_too_full_from_the_first_byte_over_its_budget_on():
+    budgets = Budgets({0: 99, 1: 99, 2: 99, "cpu": 9}, {0: 10, 1: 10, 2: 0, "cpu": 1, "disk": 0})
+    loads = {0: 10, 1: 13, 2: 1, 3: 5, "cpu": 7, "disk": 7}
+    # GPU 0 is full, GPU 3 has no budget, and the host is never too full.
+    assert overfull(loads, budgets) == {1: 3, 2: 1}
+
+
+class Backend:
+    """The part of `torch.cuda` or `torch.xpu` that tells what the allocator holds."""
+
+    def __init__(self, reserved, allocated, available=True):
+        self.reserved, self.allocated, self.available = reserved, allocated, available
+
+    def is_available(self):
+        return self.available
+
+    def memory_reserved(self, device):
+        return self.reserved[device]
+
+    def memory_allocated(self, device):
+        return self.allocated[device]
+
+
+CUDA = Backend({0: 100, 1: 50}, {0: 30, 1: 50})
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        ({"cuda": CUDA, "xpu": Backend({0: 9, 1: 9}, {0: 2, 1: 1})}, {0: 7, 1: 8, 2: 0}),
+        ({"cuda": CUDA, "xpu": Backend({0: 9}, {0: 2}, available=False)}, {0: 70, 1: 0, 2: 0}),
+        ({"cuda": CUDA}, {0: 0, 1: 0, 2: 0}),  # no such backend: nothing is added on a guess
+        (None, {0: 0, 1: 0, 2: 0}),
+    ],
+    ids=["XPU", "CUDA", "no xpu", "no torch"],
+)
+def test_what_torch_has_reserved_and_does_not_use(torch, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", torch and types.SimpleNamespace(**torch))
+    assert {device: reserved_but_unused(device) for device in expected} == expected
+
+
+@pytest.mark.parametrize(("version", "share"), [("4.32.1", 1.0), ("4.33.0", 0.9), ("4.44.2", 0.9)])
+def test_bitsandbytes_keeps_a_tenth_of_free_memory_since_4_33(version, share, monkeypatch):
+    release = types.SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "transformers", release)
+    assert load._share_left(None, None, read({0: 100})) == share
 
 
 DEVICES = st.one_of(st.integers(0, 20), st.sampled_from(["mps", "cpu", "disk"]))
