@@ -27,14 +27,14 @@ REASONS = Path(__file__).with_name("reasons.yaml")
 
 #: By module or wing: the unit tests that exercise it.
 TESTS = {
-    "placement": ("packing_certificates", "packing_brute_force", "packing"),
+    "placement": ("packing_certificates", "packing_proofs", "packing_brute_force", "packing"),
     "backport": ("backports", "balanced"),
     "model/budgets": ("budgets",),
-    "patching/verdict": ("verdict", "seams", "patchers", "activation"),
+    "patching/verdict": ("verdict",),
     "activation": ("activation", "names", "containment", "threads", "patchers"),
 }
 #: Their tests run programs of their own, so that no coverage tells which of them is concerned.
-IN_CHILDREN = ("patching/verdict", "activation")
+IN_CHILDREN = ("activation",)
 #: With --quick, tests that take more seconds are left out.
 QUICK = 1.0
 
@@ -64,17 +64,24 @@ class Round:
         self.module, self.files, self.wanted, self.quick = module, files, wanted, quick
         self.killers: dict[str, list[str]] = {}
 
-    def run(self, part: int, parts: int) -> list[dict[str, str | None]]:
-        """Run every `parts`th mutant from number `part` on."""
+    def run(self, part: int, parts: int) -> list[dict[str, Any]]:
+        """Every `parts`th mutant from number `part` on; with an outcome where it was wanted."""
         source = (PACKAGE / f"{self.module}.py").read_text("utf-8")
-        found = [m for m in mutants(source) if self.wanted is None or m.change in self.wanted]
-        if not found[part::parts]:
-            return []
+        mine = list(mutants(source))[part::parts]
+        if not any(map(self._is_wanted, mine)):
+            return [{"change": mutant.change} for mutant in mine]
         with Copy() as copy:
             baseline = copy.baseline(self.module, self.files)
-            return [self._outcome(copy, baseline, mutant) for mutant in found[part::parts]]
+            return [
+                {"change": mutant.change}
+                | (self._outcome(copy, baseline, mutant) if self._is_wanted(mutant) else {})
+                for mutant in mine
+            ]
 
-    def _outcome(self, copy: Copy, baseline: Baseline, mutant: Mutant) -> dict[str, str | None]:
+    def _is_wanted(self, mutant: Mutant) -> bool:
+        return self.wanted is None or mutant.change in self.wanted
+
+    def _outcome(self, copy: Copy, baseline: Baseline, mutant: Mutant) -> dict[str, Any]:
         covers = self.module not in IN_CHILDREN
         tests = baseline.tests_for(mutant.lines) if covers else list(baseline.seconds)
         copy.write(self.module, mutant.source)
@@ -85,7 +92,7 @@ class Round:
                 known[:] = [killer, *(test for test in known if test != killer)]
         if killer is None:
             print(f"  survived: {mutant.change}", flush=True)
-        return {"change": mutant.change, "killed by": killer}
+        return {"killed by": killer}
 
     def _order(self, mutant: Mutant, baseline: Baseline, tests: list[str]) -> list[str]:
         """Killers of changes in the function first, then of the module, then quick tests."""
@@ -110,23 +117,26 @@ def results_of(module: str) -> Path:
     return RESULTS / f"{module.replace('/', '.')}.json"
 
 
-def survivors_of(module: str) -> set[str]:
-    """Those of the last run."""
+def last(module: str) -> dict[str, dict[str, Any]]:
+    """The outcomes of the last run, by change."""
     path = results_of(module)
     outcomes = json.loads(path.read_text("utf-8")) if path.exists() else []
-    return {outcome["change"] for outcome in outcomes if outcome["killed by"] is None}
+    return {outcome["change"]: outcome for outcome in outcomes}
 
 
-def keep(module: str, outcomes: list[dict[str, Any]], *, all_of_it: bool) -> list[dict[str, Any]]:
-    """Write the results of a module; those of some mutants go into the ones of the last run."""
-    path = results_of(module)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not all_of_it and path.exists():
-        new = {outcome["change"]: outcome for outcome in outcomes}
-        before = json.loads(path.read_text("utf-8"))
-        outcomes = [new.get(outcome["change"], outcome) for outcome in before]
-    path.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
-    return outcomes
+def survivors_of(module: str) -> set[str]:
+    """What the last run has not killed."""
+    return {change for change, outcome in last(module).items() if outcome["killed by"] is None}
+
+
+def keep(module: str, outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write the results of a module; what was not run stays as it was."""
+    before = last(module)
+    known = [before.get(o["change"], {}) | o for o in outcomes]
+    found = [outcome for outcome in known if "killed by" in outcome]
+    results_of(module).parent.mkdir(parents=True, exist_ok=True)
+    results_of(module).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 def reasons() -> dict[str, dict[str, str]]:
@@ -188,7 +198,7 @@ def main() -> int:
         wanted = survivors_of(module) if arguments.survivors else None
         print(module, flush=True)
         outcomes = run(Round(module, files, wanted, quick=arguments.quick), arguments.jobs)
-        results[module] = keep(module, outcomes, all_of_it=wanted is None)
+        results[module] = keep(module, outcomes)
     return int(report(results) > 0)
 
 

@@ -167,6 +167,7 @@ NEAR_MISSES = {
     "one way, all full": ((5, 4, 3, 2, 2), {0: 8, 1: 8}, SearchComplete(5, 2)),
     "one way with equal units": ((4, 4, 3, 3, 2), {0: 8, 1: 8}, SearchComplete(5, 2)),
     "the small device holds one": ((7, 1), {0: 7, 1: 1}, SearchComplete(2, 2)),
+    "nothing but units of 0 bytes": ((0, 0), {0: 5}, SearchComplete(2, 1)),
     "a unit less": ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(3, 3)),
     "a device more": ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(4, 4)),
 }
@@ -175,7 +176,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_claim_that_fails_by_the_least_is_refused(name):
     sizes, budgets, claim = NEAR_MISSES[name]
-    assert not verify(claim, units_of(*sizes), budgets)
+    assert verify(claim, units_of(*sizes), budgets) is False
 
 
 # The same units and budgets, or nearly, and what does prove it.
@@ -192,6 +193,8 @@ HITS = [
     ((6, 6, 5), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 6), (1, 6)))),
     ((6, 6, 5, 1), {0: 10, 1: 10}, RoomUnusable(5, 17, ((0, 8), (1, 6)))),
     ((5, 5, 5), {0: 9, 1: 9, 2: 0}, RoomUnusable(5, 15, ((0, 5), (1, 5)))),
+    ((6,), {}, UnitTooLarge(("unit.0",), 6, 0)),
+    ((6,), {}, RoomUnusable(6, 6, ())),
     ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, SearchComplete(4, 3)),
     ((9, 3, 0, 4, 6), {0: 10, 1: 6, 2: 6, 3: 0}, SearchComplete(5, 3)),
     ((4, 4, 4, 4), {0: 7, 1: 7, 2: 7}, SearchComplete(4, 3)),
@@ -201,7 +204,7 @@ HITS = [
 @pytest.mark.parametrize(("sizes", "budgets", "claim"), HITS)
 def test_claim_that_just_holds_is_confirmed(sizes, budgets, claim):
     assert best_rank(units_of(*sizes), budgets) is None
-    assert verify(claim, units_of(*sizes), budgets)
+    assert verify(claim, units_of(*sizes), budgets) is True
 
 
 def test_units_that_are_tied_count_together():
@@ -228,6 +231,10 @@ def test_no_more_steps_than_allowed():
 @pytest.mark.parametrize(
     ("sizes", "budgets", "steps"),
     [
+        # A load that leaves room for another unit is a step, and is not followed: 5 on GPU 0, of
+        # which one goes on, 4 on GPU 1, of which none does.
+        ((3, 6, 6, 6), {0: 5, 1: 11, 2: 11}, 9),
+        ((3, 6, 6, 6), {0: 3, 1: 11, 2: 11}, 9),
         ((9, 3, 4, 6), {0: 10, 1: 6, 2: 6}, 26),
         # Even sizes, odd budgets; with nine kinds each step counts twice.
         ((4, 6, 8, 10, 12, 14, 16, 18, 20), {0: 53, 1: 55}, 1328),
