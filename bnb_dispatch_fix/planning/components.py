@@ -14,13 +14,10 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 from bnb_dispatch_fix.model.diffusers import alone, from_diffusers
 from bnb_dispatch_fix.patching.matrix import installed_version, installed_versions
 from bnb_dispatch_fix.planning import checkpoint, simulation
-from bnb_dispatch_fix.planning.records import PlanError
-from bnb_dispatch_fix.wording import one_line
+from bnb_dispatch_fix.planning.records import PlanError, told
 
 INDEX = "model_index.json"
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-#: Longer texts of errors are cut.
-_LONGEST = 200
 
 
 def settings_of(job: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
@@ -59,7 +56,7 @@ def loader(job: Mapping[str, Any], settings: Dict[str, Any], folder: str) -> Cal
     try:
         diffusers = importlib.import_module("diffusers")
     except Exception as error:
-        raise PlanError(f"diffusers cannot be imported: {one_line(error, _LONGEST)}") from error
+        raise PlanError(f"diffusers cannot be imported: {told(error)}") from error
     name = str(settings["_class_name"])
     model_class = getattr(diffusers, name, None)
     if model_class is None:

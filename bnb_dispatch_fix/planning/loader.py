@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, Callable, Mapping
 
 from bnb_dispatch_fix.planning import checkpoint, simulation
-from bnb_dispatch_fix.planning.records import PlanError
-from bnb_dispatch_fix.wording import one_line
-
-#: Longer texts of errors are cut.
-_LONGEST = 200
+from bnb_dispatch_fix.planning.records import PlanError, told
 
 
 def configuration(job: Mapping[str, Any]) -> Any:
@@ -19,7 +15,7 @@ def configuration(job: Mapping[str, Any]) -> Any:
     try:
         from transformers import AutoConfig  # found, not required
     except Exception as error:
-        raise PlanError(f"transformers cannot be imported: {_short(error)}") from error
+        raise PlanError(f"transformers cannot be imported: {told(error)}") from error
     trust = bool(job.get("trust_remote_code"))
     try:
         if "path" in job:
@@ -65,7 +61,7 @@ def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
             "cache; expected a checkpoint folder or a config.json"
         )
     label = job.get("path") or job["config"].get("model_type")
-    return f"{label}: transformers {transformers.__version__} cannot read it: {_short(error)}"
+    return f"{label}: transformers {transformers.__version__} cannot read it: {told(error)}"
 
 
 def loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], Any]:
@@ -129,7 +125,7 @@ def _own_class(job: Mapping[str, Any], config: Any) -> Any:
     try:
         return remote.get_class_from_dynamic_module(reference, job["path"])
     except Exception as error:
-        raise PlanError(f"{job['path']}: its code {reference}: {_short(error)}") from error
+        raise PlanError(f"{job['path']}: its code {reference}: {told(error)}") from error
 
 
 def _write_checkpoint(config: Any, folder: str) -> None:
@@ -148,7 +144,3 @@ def _quantization(settings: Mapping[str, Any]) -> Any:
     from transformers.quantizers.auto import AutoQuantizationConfig  # as above
 
     return AutoQuantizationConfig.from_dict(dict(settings))
-
-
-def _short(error: BaseException) -> str:
-    return one_line(error, _LONGEST)

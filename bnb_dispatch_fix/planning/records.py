@@ -7,7 +7,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
-from bnb_dispatch_fix.wording import HOST, visible
+from bnb_dispatch_fix.wording import HOST, one_line, visible
 
 #: The planners that are asked, in this order: what each is called, and the features it has on.
 RUNS: Mapping[str, Tuple[str, ...]] = {
@@ -26,6 +26,11 @@ class PlanError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(visible(text))  # it may name what somebody else has written
+
+
+def told(error: BaseException) -> str:
+    """An exception as plans tell it: type and text on one line, cut where they are long."""
+    return one_line(error, 200)
 
 
 @dataclass(frozen=True)

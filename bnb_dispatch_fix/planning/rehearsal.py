@@ -22,12 +22,9 @@ from bnb_dispatch_fix.model.search import search
 from bnb_dispatch_fix.patching.patches import original_of
 from bnb_dispatch_fix.planning import components, loader, simulation
 from bnb_dispatch_fix.planning import runs as planned_runs
-from bnb_dispatch_fix.planning.records import RUNS, PlanError
+from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
 from bnb_dispatch_fix.planning.runs import Attempt
-from bnb_dispatch_fix.wording import bytes_in, one_line
-
-#: Longer texts of errors are cut.
-_LONGEST = 200
+from bnb_dispatch_fix.wording import bytes_in
 
 
 class _Called(BaseException):
@@ -90,7 +87,7 @@ def _answer(
     try:
         exact = search(request)
     except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"max_memory: {_short(error)}") from error
+        raise PlanError(f"max_memory: {told(error)}") from error
     fine = request._replace(no_split=frozenset()).units()
     runs = [
         planned_runs.describe_run(name, attempt, exact.units, fine, exact.budgets)
@@ -172,7 +169,7 @@ def _ask_planner(
         except _Called as called:
             args, kwargs = called.args_of_call, called.kwargs_of_call
         except Exception as error:
-            raise PlanError(f"from_pretrained stops before it plans: {_short(error)}") from error
+            raise PlanError(f"from_pretrained stops before it plans: {told(error)}") from error
         else:
             raise PlanError("from_pretrained did not ask for a device map; is it a model?")
     installed = original_of(getattr(modeling, planner))
@@ -200,7 +197,7 @@ def _ask_from_pretrained(load: Callable[[], Any], modeling: Any) -> Tuple[Dict[s
             attempts[name] = _attempt(load)
     if not seen:
         errors = [attempt.error for attempt in attempts.values() if attempt.error]
-        reason = _short(errors[0]) if errors else "it was planned without a device map"
+        reason = told(errors[0]) if errors else "it was planned without a device map"
         raise PlanError(f"from_pretrained stops before it plans: {reason}")
     return attempts, seen[-1]
 
@@ -236,10 +233,6 @@ def _copied(
         return dict(value) if type(value) is dict else value
 
     return tuple(map(fresh, args)), {name: fresh(value) for name, value in kwargs.items()}
-
-
-def _short(error: BaseException) -> str:
-    return one_line(error, _LONGEST)
 
 
 def _precision(request: Any) -> str:
