@@ -28,7 +28,7 @@ REASONS = Path(__file__).with_name("reasons.yaml")
 #: By module or wing: the unit tests that exercise it.
 TESTS = {
     "placement": ("packing_certificates", "packing_proofs", "packing_brute_force", "packing"),
-    "backport": ("backports", "balanced"),
+    "backport": ("backports", "balanced", "rebound"),
     "model/budgets": ("budgets",),
     "patching/verdict": ("verdict",),
     "activation": ("activation", "names", "containment", "threads", "patchers"),
@@ -44,8 +44,8 @@ def modules(asked: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key, tests in TESTS.items():
         files = [f"tests/unit/test_{name}.py" for name in tests]
-        paths = [PACKAGE / f"{key}.py"] if "/" in key or not (PACKAGE / key).is_dir() else []
-        for path in paths or sorted((PACKAGE / key).glob("*.py")):
+        wing = PACKAGE / key
+        for path in sorted(wing.glob("*.py")) if wing.is_dir() else [wing.with_suffix(".py")]:
             name = path.relative_to(PACKAGE).with_suffix("").as_posix()
             if not asked or key in asked or name in asked:
                 found[name] = files
