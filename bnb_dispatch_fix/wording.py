@@ -56,6 +56,10 @@ LINES: Mapping[str, str] = {
     "whole model on the disk": "the whole model was planned on the disk %s: %s",
     "whole model off the accelerators": "the whole model goes to %s: %s",
     "whole model unexplained": "the whole model goes to the CPU or the disk, left unexplained: %r",
+    "caught": (
+        "it loads at another attempt; an attempt before it failed, and its error was caught "
+        "together with this note:\n%s"
+    ),
     "overfilled": (
         "%s puts more on a device than its budget, weights and scales counted as they are stored, "
         "and the installed release accepts it: %s"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 #: What every note of this package begins with.
 TITLE = "bnb-dispatch-fix: "
 #: No note is longer.
 MOST_LINES = 60
+#: Marks an exception whose note was shown elsewhere.
+_TAKEN = "_bnb_dispatch_fix_taken"
 
 
 def attach(error: BaseException, lines: Sequence[str]) -> None:
@@ -27,5 +29,21 @@ def attach(error: BaseException, lines: Sequence[str]) -> None:
 
 def attached(error: BaseException) -> bool:
     """Whether a note of this package is on the exception."""
+    return _text(error) is not None
+
+
+def taken(error: BaseException) -> Optional[str]:
+    """The note of this package on the exception, for who shows it elsewhere; the first time only.
+
+    None where there is none, and from then on.
+    """
+    if getattr(error, _TAKEN, False):
+        return None
+    setattr(error, _TAKEN, True)
+    text = _text(error)
+    return None if text is None else text.partition(TITLE)[2]
+
+
+def _text(error: BaseException) -> Optional[str]:
     texts = [*getattr(error, "__notes__", ()), *error.args[:1]]
-    return any(isinstance(text, str) and TITLE in text for text in texts)
+    return next((text for text in texts if isinstance(text, str) and TITLE in text), None)

@@ -18,7 +18,7 @@ from bnb_dispatch_fix.explain.offloading import EFFORT, Recipe, offloaded, offlo
 from bnb_dispatch_fix.model.budgets import Budgets
 from bnb_dispatch_fix.model.machine import accelerators_seen, memory_of
 from bnb_dispatch_fix.model.requests import Request
-from bnb_dispatch_fix.model.search import Outcome
+from bnb_dispatch_fix.model.search import Outcome, search
 from bnb_dispatch_fix.model.sizers import Storage
 from bnb_dispatch_fix.placement.packing import pack
 from bnb_dispatch_fix.placement.records import Device, Placement, Unit, device_order
@@ -73,6 +73,12 @@ def on_accelerators(request: Request) -> List[Recipe]:
     """The changes of budgets with which the model goes to accelerators."""
     looks = (_without_max_memory, _all_accelerators)
     return [recipe for look in looks for recipe in [look(request, None)] if recipe is not None]
+
+
+def in_16_bits(request: Request) -> List[Recipe]:
+    """What is loaded in float32 by choice in half of that, where the model goes to them then."""
+    found = _lower_dtype(request, search(request))
+    return [] if found is None else [found]
 
 
 def _as_rescue_would(request: Request, outcome: Outcome) -> Iterator[Recipe]:

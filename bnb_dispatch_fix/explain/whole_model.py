@@ -7,7 +7,7 @@ from typing import Any, Iterator
 
 from bnb_dispatch_fix.backport.dispatch import all_on_disk
 from bnb_dispatch_fix.explain import reading
-from bnb_dispatch_fix.explain.recipes import on_accelerators
+from bnb_dispatch_fix.explain.recipes import in_16_bits, on_accelerators
 from bnb_dispatch_fix.model.machine import accelerators_seen
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.wording import HOST, log
@@ -48,3 +48,5 @@ def _why(request: Request) -> Iterator[str]:
     yield from reading.no_accelerator()
     for recipe in on_accelerators(request):
         yield f"{recipe.what} it goes to accelerators (planned): {recipe.arguments}"
+    for recipe in in_16_bits(request):
+        yield f"with {recipe.what} it goes there (planned): {recipe.arguments}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Dict, Tuple
+import sys
+from typing import Any, Dict, Optional, Tuple
 
 from bnb_dispatch_fix import features
 from bnb_dispatch_fix.backport.shapes import Installed
@@ -58,3 +59,18 @@ def _look_at(load: Load) -> None:
         from bnb_dispatch_fix.explain import refusal  # needed for an odd plan only
 
         refusal.warn_of_whole_model(load)
+    _pass_on(sys.exc_info()[1])
+
+
+def _pass_on(caught: Optional[BaseException]) -> None:
+    """Log the note on an error that the caller is about to forget, having loaded after all.
+
+    transformers' `pipeline` tries once more in float32 when a load fails, and says nothing of why.
+    """
+    if caught is None:
+        return
+    from bnb_dispatch_fix.explain import notes  # needed after an error only
+
+    note = notes.taken(caught)
+    if note is not None:
+        log(logging.WARNING, "caught", note)

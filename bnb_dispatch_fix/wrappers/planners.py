@@ -22,7 +22,7 @@ from bnb_dispatch_fix.model.load import (
 from bnb_dispatch_fix.model.requests import Measured, Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
-from bnb_dispatch_fix.wording import gib, log, one_line
+from bnb_dispatch_fix.wording import amount, cell, log, one_line
 from bnb_dispatch_fix.wrappers.contained import contained
 
 #: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
@@ -269,12 +269,12 @@ def _loads(outcome: Outcome) -> Iterator[str]:
     device_map = outcome.device_map or {}
     stored = outcome.units.stored().loads(device_map)
     for device, load in outcome.units.loads(device_map).items():
-        scales = stored[device] - load
-        if gib(scales) == gib(0):
-            yield f"{device}: {gib(load)} of {gib(outcome.budgets.usable[device])} GiB"
+        whole = stored[device]
+        if amount(whole) == amount(load):
+            yield f"{device}: {cell(load)} of {amount(outcome.budgets.usable[device])}"
         else:
-            given = gib(outcome.budgets.given[device])
-            yield f"{device}: {gib(load)} + {gib(scales)} scales of {given} GiB"
+            given = amount(outcome.budgets.given[device])
+            yield f"{device}: {cell(load)} + {cell(whole - load)} scales of {given}"
 
 
 def _short(error: Optional[Exception]) -> str:

@@ -174,8 +174,12 @@ def test_one_warning_line_says_why_where_and_how_to_switch_it_off(caplog):
     assert "\n" not in line
     assert "device_map='sequential'" in line
     assert "BNB_DISPATCH_FIX=backport,explain" in line
-    for device in HUNDRED.loads(found.device_map):
-        assert f"{device}: 0.00 of 0.00 GiB" in line
+    for device, load in HUNDRED.loads(found.device_map).items():
+        told = f"{device}: {load / 1024:.2f} KiB + "
+        assert told in line
+        scales, _, budget = line.partition(told)[2].partition(" scales of ")
+        assert scales.endswith(" KiB") and float(scales[:-4]) > 1
+        assert budget.startswith(f"{TIGHT[device] / 1024:.2f} KiB")
 
 
 #: The embedding fits on GPU 0 only, where planners keep room for the head: all goes to the CPU,
