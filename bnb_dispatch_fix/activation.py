@@ -38,6 +38,7 @@ from bnb_dispatch_fix.patching.patches import (
     leads_to_ours,
     locate,
     original_of,
+    patcher_of,
     put_back,
     wrapper_at,
 )
@@ -190,7 +191,9 @@ class Switchboard:
         original = original_of(found)
         verdict = judge(seam, self._load(), original)
         if verdict.state != "applied":
-            if verdict.lacks and patch is None and not _is_stand_in(module, found):
+            wrapped = original is not None and verdict.state == "skipped" and patcher_of(original)
+            unserved = verdict.lacks or wrapped
+            if unserved and patch is None and not _is_stand_in(module, found):
                 self._warn(seam, verdict.reason)
             return
         with self._lock:

@@ -6,7 +6,7 @@ import sys
 from typing import Any, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.patching.matrix import Matrix, Seam, installed_version, is_readable
-from bnb_dispatch_fix.patching.patches import describe, patcher_of
+from bnb_dispatch_fix.patching.patches import describe, home_of, patcher_of
 from bnb_dispatch_fix.patching.recognition import source_fingerprint
 from bnb_dispatch_fix.patching.replacements import REPLACEMENTS
 
@@ -42,9 +42,11 @@ def judge(seam: Seam, matrix: Matrix, function: Any) -> Verdict:
     misfit = _misfit(seam, function)
     known = matrix.known(seam.implementation, source_fingerprint(function))
     if known is None:
-        patcher = patcher_of(function) if REPLACEMENTS[seam.implementation].exact else ""
-        if patcher:
+        patcher = patcher_of(function)
+        if patcher and REPLACEMENTS[seam.implementation].exact:
             return Verdict("skipped", seam.fixes, _spared(function, patcher))
+        if patcher and misfit:
+            return Verdict("skipped", seam.fixes, _in_the_way(function, patcher))
         if misfit:
             return Verdict(
                 "skipped", seam.fixes, f"unknown source in {describe(function)}: {misfit}"
@@ -93,6 +95,14 @@ def _spared(function: Any, patcher: str) -> str:
     return (
         f"{describe(function)} {patcher} and would be lost; import bnb_dispatch_fix before it, "
         f"then both work"
+    )
+
+
+def _in_the_way(function: Any, patcher: str) -> str:
+    """What a planner is asked for cannot be read through somebody else's wrapper."""
+    return (
+        f"{describe(function)} {patcher} and stands in the way; import bnb_dispatch_fix before "
+        f"{home_of(function).partition('.')[0]}, then both work"
     )
 
 

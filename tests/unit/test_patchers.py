@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from typing import ClassVar
 
 import pytest
-from fakes import BACKPORTED, PLAN, fake_packages, run_python, write_files
+from fakes import (
+    BACKPORTED,
+    PLAN,
+    SEAM,
+    fake_packages,
+    finished_python,
+    run_python,
+    shim_with,
+    write_files,
+)
 
 #: How other libraries patch, each as put on and taken off; they add a note to what they answer.
 PATCHERS = """
@@ -173,3 +183,76 @@ class TestEveryOrder:
         lower, upper = kinds
         lines = run("plan()", put(lower), ON, put(upper), ON, OFF, ON, ON, "print(plan())")
         assert lines == [f"('{upper}', ('{lower}', {BACKPORTED}))"]
+
+
+class TestInTheWayOfAPlanner:
+    """A planner is looked after from outside; what it is asked cannot be read through a wrapper."""
+
+    PLANNER = """
+def get_max_memory(max_memory=None):
+    return dict(max_memory)
+
+def _get_device_map(model, device_map, max_memory, hf_quantizer):
+    return {"": 0}
+"""
+    LIBRARY = """
+import functools
+from transformers.integrations import accelerate
+
+planner = accelerate._get_device_map
+
+@functools.wraps(planner)
+def wrapper(*args, **kwargs):
+    return planner(*args, **kwargs)
+
+accelerate._get_device_map = wrapper
+"""
+    SEAM: ClassVar = {
+        **SEAM,
+        "features": ["rescue", "explain"],
+        "attribute": "_get_device_map",
+        "implementation": "transformers._get_device_map",
+        "fixes": [],
+    }
+
+    @pytest.fixture
+    def program(self, tmp_path):
+        def run(*imports):
+            packages = fake_packages(tmp_path / "packages", self.PLANNER)
+            write_files(packages, {"their_library.py": self.LIBRARY})
+            shim = shim_with(tmp_path / "shim", [self.SEAM])
+            code = "\n".join(
+                [
+                    "import logging, sys",
+                    "logging.basicConfig(stream=sys.stdout, format='%(levelname)s %(message)s')",
+                    *(f"import {name}" for name in imports),
+                    "[patch] = bnb_dispatch_fix.status().patches",
+                    "print(patch.state, patch.reason)",
+                ]
+            )
+            finished = finished_python("-c", code, paths=(packages,), cwd=shim)
+            assert finished.returncode == 0, finished.stderr
+            return finished.stdout.splitlines()
+
+        return run
+
+    def test_it_is_named_with_the_remedy_in_one_warning(self, program):
+        warning, state = program("their_library", "bnb_dispatch_fix")
+        for line in (warning, state):
+            assert (
+                "made in their_library) wraps the installed function and stands in the way" in line
+            )
+            assert line.endswith("import bnb_dispatch_fix before their_library, then both work")
+        assert warning.startswith("WARNING transformers.integrations.accelerate._get_device_map is")
+        assert state.startswith("skipped ")
+
+    def test_after_us_both_work_without_a_word(self, program):
+        [state] = program("bnb_dispatch_fix", "their_library")
+        assert state.startswith("replaced ")
+        assert state.endswith("wraps our wrapper, which still works")
+
+    def test_a_planner_that_is_not_there_is_no_warning(self, program):
+        self.PLANNER = "def get_max_memory(max_memory=None): ..."
+        self.LIBRARY = ""
+        [state] = program("their_library", "transformers.integrations.accelerate, bnb_dispatch_fix")
+        assert state == "skipped transformers.integrations.accelerate has no _get_device_map"
