@@ -88,6 +88,10 @@ def plan(
     device_map: str = "auto",
     dtype: "Any" = None,
     trust_remote_code: bool = False,
+    context: "Optional[int]" = None,
+    batch: int = 1,
+    kv_dtype: "Any" = None,
+    reserve: "Union[int, str]" = 0,
 ) -> "Plan":
     """Where a model would go: as installed, with the backport and with rescue.
 
@@ -103,6 +107,10 @@ def plan(
         device_map: "auto", "balanced", "balanced_low_0" or "sequential".
         dtype: torch dtype, or its name; None means that of the configuration, else float16.
         trust_remote_code: run the code that a checkpoint brings, in that process.
+        context: tokens of each sequence that the model is to run with; None asks whether it loads.
+        batch: sequences at once.
+        kv_dtype: dtype of keys and values, such as "fp8"; None means what the release has.
+        reserve: bytes, or a text such as "1GiB", to be left on each accelerator.
 
     Raises:
         bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
@@ -117,6 +125,10 @@ def plan(
         device_map=device_map,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        context=context,
+        batch=batch,
+        kv_dtype=kv_dtype,
+        reserve=reserve,
     )
 
 

@@ -14,6 +14,8 @@ from bnb_dispatch_fix.planning.budgets import MOST_DEVICES, parse_budgets, parse
 from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
 from bnb_dispatch_fix.planning.question import free_memory, rehearse
 from bnb_dispatch_fix.planning.records import Plan, PlanError
+from bnb_dispatch_fix.planning.room import KV_DTYPES
+from bnb_dispatch_fix.planning.run_arguments import asked_room
 from bnb_dispatch_fix.wording import STRATEGIES, folded, say
 
 __all__ = ["Spinner", "add_arguments", "job", "parse_budgets", "parse_size", "run"]
@@ -36,7 +38,8 @@ def add_arguments(subparsers: Any) -> None:
         "plan",
         help="where a model would go, without its weights and without a GPU",
         usage="%(prog)s (MODEL | --example NAME) [--max-memory BUDGETS] [options]",
-        description="Exit code 0: it fits on the accelerators; 1: it does not; 2: bad arguments.",
+        description="Exit code 0: it fits on the accelerators, and the context with it; "
+        "1: it does not; 2: bad arguments.",
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="checkpoint folder or config.json"
@@ -58,6 +61,12 @@ def add_arguments(subparsers: Any) -> None:
         f"{MOST_DEVICES} devices; default: what is free here",
     )
     parser.add_argument("--device-map", choices=STRATEGIES, default="auto", help="the strategy")
+    parser.add_argument("--context", metavar="TOKENS", help="whether so many tokens run, too")
+    parser.add_argument("--batch", metavar="N", help="that many sequences at once; default: 1")
+    parser.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"of keys and values: {', '.join(KV_DTYPES)}"
+    )
+    parser.add_argument("--reserve", metavar="SIZE", help="to be left on each device, as 1GiB")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a picture to FILE")
     parser.add_argument(
@@ -95,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         from bnb_dispatch_fix.planning.terminal import print_plan  # not for --json
 
         print_plan(plan, sys.stdout)
-    return 0 if plan.fits else 1
+    return 0 if plan.runnable else 1
 
 
 def _write_picture(plan: Plan, path: Path) -> None:
@@ -123,6 +132,8 @@ def job(arguments: argparse.Namespace) -> Dict[str, Any]:
         quantization=_QUANTIZATION[bits],
         max_memory=None,
     )
+    asked = (arguments.context, arguments.batch, arguments.kv_dtype, arguments.reserve)
+    found.update(asked_room(*asked, options=True))
     if arguments.trust_remote_code:
         found["trust_remote_code"] = True
     if arguments.max_memory is None:

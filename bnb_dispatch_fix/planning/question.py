@@ -18,7 +18,8 @@ from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import checkpoint
 from bnb_dispatch_fix.planning.budgets import parse_budgets
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Run
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Room, Run
+from bnb_dispatch_fix.planning.run_arguments import asked_room
 from bnb_dispatch_fix.wording import STRATEGIES
 
 _REHEARSAL = "bnb_dispatch_fix.planning.rehearsal:main"
@@ -38,6 +39,10 @@ def plan(
     device_map: str = "auto",
     dtype: Any = None,
     trust_remote_code: bool = False,
+    context: Optional[int] = None,
+    batch: int = 1,
+    kv_dtype: Any = None,
+    reserve: Union[int, str] = 0,
 ) -> Plan:
     """What `bnb_dispatch_fix.plan` does; see there."""
     job = {
@@ -46,6 +51,7 @@ def plan(
         "quantization": _quantization(quantization_config),
         "strategy": _strategy(device_map),
         "dtype": None if dtype is None else str(dtype).replace("torch.", ""),
+        **asked_room(context, batch, kv_dtype, reserve),
     }
     if trust_remote_code:
         job["trust_remote_code"] = True
@@ -75,7 +81,10 @@ def rehearse(job: Mapping[str, Any], on_wait: Optional[Callable[[], None]] = Non
     largest = tuple(Part(*entry) for entry in answer.pop("largest"))
     device_map = _as_dict(answer.pop("device_map"))
     notes = tuple(answer.pop("notes"))
-    return Plan(runs=runs, largest=largest, device_map=device_map, notes=notes, **answer)
+    room = answer.pop("room", None)
+    if room is not None:
+        room = Room(**{**room, "devices": _loads(room["devices"])})
+    return Plan(runs=runs, largest=largest, device_map=device_map, notes=notes, room=room, **answer)
 
 
 def _answered(ending: child.Ending) -> Dict[str, Any]:
@@ -87,16 +96,19 @@ def _answered(ending: child.Ending) -> Dict[str, Any]:
 
 
 def _run(entry: Mapping[str, Any]) -> Run:
-    devices = [
-        DeviceLoad(device, given, usable, placed, tuple(Part(*part) for part in parts))
-        for device, given, usable, placed, parts in entry["devices"]
-    ]
     return Run(
         entry["name"],
         entry["outcome"],
         entry["error"],
         _as_dict(entry["device_map"]),
-        tuple(devices),
+        _loads(entry["devices"]),
+    )
+
+
+def _loads(entries: Sequence[Sequence[Any]]) -> Tuple[DeviceLoad, ...]:
+    return tuple(
+        DeviceLoad(device, given, usable, placed, tuple(Part(*part) for part in parts), *more)
+        for device, given, usable, placed, parts, *more in entries
     )
 
 

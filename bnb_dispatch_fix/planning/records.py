@@ -39,6 +39,9 @@ class DeviceLoad:
 
     `given` is the caller's budget, or what is free there; `usable` is what the quantizer leaves
     of it; `placed` counts true bytes, whatever the planner counted. The disk has no budget.
+    Where a context was asked for and everything is on accelerators, `scales` is what bitsandbytes
+    stores beside the weights, `cache` what the context leaves there, `working` the most that
+    computing takes besides, and `reserve` what the caller wants free.
     """
 
     device: Device
@@ -46,6 +49,17 @@ class DeviceLoad:
     usable: Optional[int]
     placed: int
     parts: Tuple[Part, ...]
+    scales: int = 0
+    cache: Optional[int] = None
+    working: Optional[int] = None
+    reserve: int = 0
+
+    @property
+    def left(self) -> Optional[int]:
+        """Bytes of what was given that nothing takes; negative where they do not do."""
+        if self.given is None or self.cache is None or self.working is None:
+            return None
+        return self.given - self.placed - self.scales - self.cache - self.working - self.reserve
 
     @property
     def free(self) -> Optional[int]:
@@ -75,13 +89,38 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a context takes, and whether there is room for it; sizes in bytes.
+
+    `context` is the number of tokens of each of `batch` sequences, None where none was asked for;
+    `kv_dtype` is that of keys and values. `source` says where the numbers are from. `most` is the
+    largest context that runs: exact where a context was asked for and is too large (None where it
+    is not), else an estimate. `limit` is what the model was made for, where it says so. `shown` is
+    the run whose device map is the plan's, None where it is none's; `devices` is what that map
+    puts where, without parts.
+    """
+
+    context: Optional[int]
+    batch: int
+    kv_dtype: str
+    reserve: int
+    source: Optional[str]
+    limit: Optional[int]
+    most: Optional[int]
+    enough: Optional[bool]
+    shown: Optional[str]
+    devices: Tuple[DeviceLoad, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """The model, the budgets, and what each planner makes of them; all sizes in bytes.
 
     `fits` says that everything has a place on the accelerators, `verdict` why or why not;
     `device_map` is the map to paste (None where it does not fit). `largest` are the largest kinds
     of modules, their numbers replaced by "*"; `notes` say what could not be patched. `scales` are
-    beside `total`: what bitsandbytes stores to read its weights, which no release counts.
+    beside `total`: what bitsandbytes stores to read its weights, which no release counts. `room`
+    says whether there is room for a context; None where that is not known and nobody asked.
     """
 
     model: str
@@ -97,6 +136,12 @@ class Plan:
     device_map: Optional[Dict[str, Device]]
     notes: Tuple[str, ...] = ()
     scales: int = 0
+    room: Optional[Room] = None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it fits, and runs with the context that was asked for, if any."""
+        return self.fits and (self.room is None or self.room.enough is not False)
 
     @property
     def unquantized(self) -> int:
@@ -112,7 +157,10 @@ class Plan:
     def as_dict(self) -> Dict[str, Any]:
         """Plain data, as `bnb-dispatch-fix plan --json` prints it."""
         found = asdict(self)
-        for run, told in zip(self.runs, found["runs"]):
-            for load, entry in zip(run.devices, told["devices"]):
-                entry["free"] = load.free
+        tables = [(run.devices, told["devices"]) for run, told in zip(self.runs, found["runs"])]
+        if self.room is not None:
+            tables.append((self.room.devices, found["room"]["devices"]))
+        for loads, entries in tables:
+            for load, entry in zip(loads, entries):
+                entry.update(free=load.free, left=load.left)
         return {"schema": SCHEMA, **found, "unquantized": self.unquantized}

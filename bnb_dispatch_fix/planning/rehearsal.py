@@ -20,7 +20,7 @@ from bnb_dispatch_fix.model.device_map import refused_map
 from bnb_dispatch_fix.model.load import read_request
 from bnb_dispatch_fix.model.search import search
 from bnb_dispatch_fix.patching.patches import original_of
-from bnb_dispatch_fix.planning import components, loader, simulation
+from bnb_dispatch_fix.planning import components, context, loader, simulation
 from bnb_dispatch_fix.planning import runs as planned_runs
 from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
 from bnb_dispatch_fix.planning.runs import Attempt
@@ -51,7 +51,8 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
         job: "path", or "config" with "class" (module and name, optional); "strategy"; "dtype" (a
             name) and "quantization" (a dict), or None; "trust_remote_code" where code of the
             checkpoint may run; "max_memory" as pairs of device and budget,
-            or None, with "free" bytes as pairs; "label" and "since" for examples.
+            or None, with "free" bytes as pairs; "label" and "since" for examples; "context",
+            "batch", "kv_dtype" and "reserve" (bytes) where it is to run, too.
 
     Raises:
         PlanError: the model cannot be built, or the budgets cannot be read.
@@ -62,6 +63,8 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
         if component is None:
             load, ask = loader.loader(job, loader.configuration(job), folder), _ask_all
         else:
+            if job.get("context") is not None:
+                raise PlanError("context: a component of diffusers takes none")
             load, ask = components.loader(job, component, folder), _ask_diffusers
         with simulation.simulated_gpus(free):
             try:
@@ -93,7 +96,7 @@ def _answer(
         planned_runs.describe_run(name, attempt, exact.units, fine, exact.budgets)
         for name, attempt in attempts.items()
     ]
-    return {
+    answer = {
         "model": job.get("label") or type(request.model).__name__,
         "versions": components.versions(request),
         "strategy": job["strategy"],
@@ -103,6 +106,9 @@ def _answer(
         **_model_as_data(fine),
         **planned_runs.verdict(exact.result, exact.device_map, runs),
     }
+    if request.is_diffusers:
+        return answer
+    return {**answer, **context.added(job, request, exact, fine, answer)}
 
 
 def _model_as_data(fine: Any) -> Dict[str, Any]:

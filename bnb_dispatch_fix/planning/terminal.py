@@ -8,6 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
+from bnb_dispatch_fix.planning.room_text import estimate, room_lines
 from bnb_dispatch_fix.wording import (
     HOST,
     columns,
@@ -232,7 +233,8 @@ def _after_table(plan: Plan, width: Optional[int]) -> List[str]:
     run = shown_run(plan)
     if run.device_map is not None:
         lines += [f"Modules, {run_names(plan)[run.name]}:", *module_lines(run, limit), ""]
-    told = [*(f"note: {note}" for note in plan.notes), f"-> {plan.verdict}"]
+    lines += room_lines(plan, run_names(plan))
+    told = [*(f"note: {note}" for note in plan.notes), f"-> {plan.verdict}", *estimate(plan)]
     for line in map(visible, told):
         lines += [line] if width is None else wrapped(line, width, 3)
     if plan.device_map is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bnb_dispatch_fix.model.layout import Part
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Room, Run
 
 GIB = 2**30
 EMBED = Part("model.embed_tokens", GIB, 0)
@@ -77,3 +77,24 @@ def plan_that_does_not_fit():
     runs = tuple(run_before(name) for name in ("release", "backport", "rescue"))
     verdict = "needs 4.50 GiB, usable 3.60 GiB: short by 0.90 GiB"
     return plan(runs=runs, fits=False, verdict=verdict, device_map=None)
+
+
+def room(**changes):
+    """What 4096 tokens take of two GPUs of 4 GiB, of which the second is too small."""
+    devices = (
+        DeviceLoad(0, 4 * GIB, 3 * GIB, 2 * GIB, (), GIB // 4, GIB // 2, GIB, GIB // 8),
+        DeviceLoad(1, 4 * GIB, 3 * GIB, 3 * GIB, (), 0, GIB, GIB // 2, GIB // 8),
+    )
+    facts = {
+        "context": 4096,
+        "batch": 2,
+        "kv_dtype": "bfloat16",
+        "reserve": GIB // 8,
+        "source": "measured on a release's own forward pass",
+        "limit": 8192,
+        "most": 1000,
+        "enough": False,
+        "shown": "backport",
+        "devices": devices,
+    }
+    return Room(**{**facts, **changes})

@@ -26,19 +26,27 @@ def told(plan):
     return json.loads(json.dumps(plan.as_dict()))
 
 
-@pytest.mark.parametrize("plan", [plans.plan(), plans.plan_that_does_not_fit()], ids=["fits", "no"])
+PLANS = {
+    "fits": plans.plan(),
+    "no": plans.plan_that_does_not_fit(),
+    "room": plans.plan(room=plans.room()),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_plans_are_what_it_says(validator, plan):
     validator.validate(told(plan))
 
 
 def test_it_describes_every_key(validator):
-    document = told(plans.plan())
+    document = told(PLANS["room"])
     schema = validator.schema
     assert set(document) == set(schema["required"]) == set(schema["properties"])
     for name, example in (
         ("run", document["runs"][0]),
         ("load", document["runs"][0]["devices"][0]),
         ("part", document["largest"][0]),
+        ("room", document["room"]),
     ):
         described = schema["$defs"][name]
         assert set(example) == set(described["required"]) == set(described["properties"]), name
