@@ -90,13 +90,22 @@ def _kept(model: Any, tokens: int, batch: int) -> Any:
     """Run the model over a context of its own kind; its cache, None where it keeps none."""
     inputs = _inputs(model, tokens, batch)
     found = _cache_of(model(**inputs))
-    if found is not None or not _generates(model):
+    if found is not None or not _generates(model) or _reads_at_once(model):
         return found
     prepared = _prepared(model, inputs)
     found = _cache_of(model(**prepared)) or _cache_of(prepared)
     if found is None:
         raise RuntimeError("its forward pass gives no cache back")
     return found
+
+
+def _reads_at_once(model: Any) -> bool:
+    """An encoder, also under a head for language models (BERT's): it reads its input at once."""
+    import transformers  # found, not required
+
+    encoders = transformers.MODEL_FOR_MASKED_LM_MAPPING
+    decodes = getattr(model.config, "is_decoder", False) or model.config.is_encoder_decoder
+    return type(model.config) in encoders and not decodes
 
 
 def _generates(model: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from bnb_dispatch_fix.model.device_map import ancestors
-from bnb_dispatch_fix.model.layout import device_of
+from bnb_dispatch_fix.model.layout import collapsed, device_of, parts_by_device
 from bnb_dispatch_fix.model.search import Outcome
 from bnb_dispatch_fix.model.units import Units
 from bnb_dispatch_fix.placement.packing import pack
@@ -232,12 +233,16 @@ def _more(
 
 
 def _entries(room: _Room, passed: Pass, device_map: Mapping[str, Device]) -> List[_Entry]:
-    """The devices of the map to paste, with what lies on them; their parts are not listed."""
-    loads, budgets = room.fine.loads(device_map), room.exact.budgets
-    return [
-        (device, budgets.given[device], budgets.usable[device], loads.get(device, 0), [], *more)
-        for device, more in _more(room, passed, device_map).items()
-    ]
+    """The devices of the map to paste, with what lies on them."""
+    placed = parts_by_device(room.exact.units, room.fine, device_map)
+    budgets = room.exact.budgets
+    entries: List[_Entry] = []
+    for device, more in _more(room, passed, device_map).items():
+        parts = collapsed(placed.get(device, ()))
+        size = sum(part.size for part in parts)
+        told = [astuple(part) for part in parts]
+        entries.append((device, budgets.given[device], budgets.usable[device], size, told, *more))
+    return entries
 
 
 def _warnings(room: _Room, passed: Pass, told: Mapping[str, Any]) -> List[str]:

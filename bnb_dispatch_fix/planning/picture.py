@@ -31,6 +31,13 @@ _KINDS: Mapping[str, str] = {
     "leaf": "embeddings, head and other single modules",
     "away": "off the accelerators",
 }
+#: What a context adds to a device's modules.
+_BESIDE: Mapping[str, str] = {
+    "scales": "scales of quantized weights",
+    "cache": "cache of the context",
+    "working": "working memory, at most",
+    "reserve": "reserve",
+}
 _NAMES = {"release": "as installed", "backport": "with the backport", "rescue": "with rescue"}
 
 
@@ -44,6 +51,7 @@ def as_html(plan: Plan) -> str:
     scale = _largest_budget(plan)
     groups = groups_of_equal_runs(plan)
     panels = [_panel(plan, run, names, scale) for run, names in groups]
+    panels += _context_panel(plan, scale)
     body = [
         _header(plan),
         f'<div class="panels n{len(panels)}">',
@@ -111,6 +119,27 @@ def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:
     )
 
 
+def _context_panel(plan: Plan, scale: int) -> List[str]:
+    """The map that a context asks for, where it is none of the planners'."""
+    room = plan.room
+    if room is None or room.shown is not None or not room.devices:
+        return []
+    tone, badge = ("good", "loads and runs") if room.enough else ("bad", "loads, does not run")
+    rows = "".join(_device(load, scale) for load in room.devices)
+    return [
+        f'<section class="panel {tone}"><h2>The device_map for {room.context} tokens × '
+        f'{room.batch}<span class="badge">{badge}</span></h2>{rows}</section>'
+    ]
+
+
+def _context(load: DeviceLoad) -> List[Tuple[str, int]]:
+    """What is on a device beside its modules, where a context was asked for."""
+    if load.cache is None:
+        return []
+    sizes = (load.scales, load.cache, load.working or 0, load.reserve)
+    return [(kind, size) for kind, size in zip(_BESIDE, sizes) if size]
+
+
 def _device(load: DeviceLoad, scale: int) -> str:
     """A device: its name and numbers, the bar, the modules on it."""
     away = load.device in HOST
@@ -142,6 +171,10 @@ def _bar(load: DeviceLoad, scale: int, away: bool) -> str:
         width = min(_units(part.size, scale), max(0.0, _SCALE - start))
         shapes.append(_rect(_kind(part, away), start, width, _title(part)))
         shapes += _lines(part, start, width)
+        start += width
+    for kind, size in _context(load):
+        width = min(_units(size, scale), max(0.0, _SCALE - start))
+        shapes.append(_rect(kind, start, width, f"{_BESIDE[kind]}: {gib(size)} GiB"))
         start += width
     label = f"{device_name(load.device)}: {gib(load.placed)} GiB"
     return (
@@ -197,6 +230,10 @@ def _legend(plan: Plan) -> str:
         load.given and load.usable is not None and load.given > load.usable
         for load in plan.runs[0].devices
     )
+    loads = [load for run in plan.runs for load in run.devices]
+    loads += plan.room.devices if plan.room else ()
+    beside = {kind for load in loads for kind, _ in _context(load)}
+    used += [(kind, text) for kind, text in _BESIDE.items() if kind in beside]
     items = [*used, *([("kept", "budget that the quantizer keeps free")] if kept else [])]
     entries = "".join(
         f'<li><svg viewBox="0 0 20 20" aria-hidden="true">'
@@ -334,6 +371,7 @@ font-variant-numeric:tabular-nums}
 .legend .kept{stroke:var(--line)}
 .hatch{stroke:var(--dim);stroke-width:1;opacity:.55;fill:none}
 .block{fill:var(--block)}.wide{fill:var(--wide)}.leaf{fill:var(--leaf)}.away{fill:var(--away)}
+.scales{fill:#7a8aa0}.cache{fill:#1f9e8f}.working{fill:#8fd0c6}.reserve{fill:#b9bfc9}
 line{stroke:var(--card);stroke-width:1;vector-effect:non-scaling-stroke}
 .error{margin:12px 0 0;padding:10px 12px;border-radius:8px;background:var(--bad-soft);
 font-size:13px;overflow-wrap:anywhere}

@@ -97,7 +97,7 @@ class Room:
     largest context that runs: exact where a context was asked for and is too large (None where it
     is not), else an estimate. `limit` is what the model was made for, where it says so. `shown` is
     the run whose device map is the plan's, None where it is none's; `devices` is what that map
-    puts where, without parts.
+    puts where.
     """
 
     context: Optional[int]

@@ -44,7 +44,7 @@ def _t5():
         "d_kv": 8,
         "d_ff": 48,
         "num_layers": 2,
-        "num_decoder_layers": 3,
+        "num_decoder_layers": 2,
         "num_heads": 4,
         "decoder_start_token_id": 0,
     }
@@ -186,13 +186,16 @@ MODELS = {
             "chunk_size": 16,
         },
     ),
-    "recurrent_gemma": (
-        "RecurrentGemmaForCausalLM",
-        lambda: {**_PLAIN, "lru_width": HIDDEN, "attention_window_size": 16, "head_dim": 8},
-    ),
     "gpt2": (
         "GPT2LMHeadModel",
-        lambda: {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4},
+        lambda: {
+            "vocab_size": VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_layer": 3,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "opt": (
         "OPTForCausalLM",

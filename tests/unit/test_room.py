@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import plans
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from bnb_dispatch_fix.cli import main
 from bnb_dispatch_fix.planning import PlanError, config_law
 from bnb_dispatch_fix.planning import command as plan_command
+from bnb_dispatch_fix.planning.picture import as_html
 from bnb_dispatch_fix.planning.room import Event, Need, Pass, most_tokens, needs, short_of
 from bnb_dispatch_fix.planning.room_text import estimate, room_lines
 from bnb_dispatch_fix.planning.run_arguments import asked_room
@@ -254,3 +256,25 @@ def test_the_command_refuses_in_one_line(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
+
+
+def test_the_picture_shows_cache_and_reserve_apart():
+    planned = plans.plan(room=plans.room(shown=None))
+    page = as_html(planned)
+    # On each of two bars, the first of which has scales; and once in the legend.
+    assert page.count('<rect class="cache"') == 2 + 1
+    assert page.count('<rect class="reserve"') == 2 + 1
+    assert page.count('<rect class="scales"') == 1 + 1
+    assert "cache of the context: 1.00 GiB" in page
+    assert "The device_map for 4096 tokens × 2" in page
+    assert 'class="cache"' not in as_html(plans.plan())
+
+
+def test_the_picture_shows_the_context_on_a_planners_own_map():
+    run = plans.run_after("backport")
+    devices = tuple(replace(load, cache=GIB, working=GIB // 2, reserve=1) for load in run.devices)
+    planned = plans.plan(runs=(replace(run, devices=devices),), room=plans.room())
+    page = as_html(planned)
+    assert page.count("cache of the context: 1.00 GiB") == 2  # the CPU is empty, and not drawn
+    assert "</svg>cache of the context" in page
+    assert "The device_map for" not in page
