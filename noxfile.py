@@ -289,6 +289,12 @@ def true_sizes(session: nox.Session, row: Row) -> None:
     session.run("python", "tests/release/true_sizes.py", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Planned and allocated memory on a GPU of the environment at hand; says if there is none."""
+    session.run("python", "tests/release/gpu.py", *session.posargs)
+
+
 @nox.session
 @nox.parametrize("python,row", cells([row for row in ROWS if row.get("expected")]))
 def expected(session: nox.Session, row: Row) -> None:
