@@ -27,7 +27,7 @@ _UNREAD_KEYS = ("not recognized", "Invalid device string", "max() arg is an empt
 #: What torch says of devices that it does not have.
 _NO_DEVICE = (
     *("invalid device ordinal", "not compiled with CUDA", "Cannot access accelerator"),
-    *("No GPU found", "No CUDA GPUs"),
+    *("No GPU found", "No CUDA GPUs", "No HIP GPUs", "NVIDIA driver on your system"),
 )
 #: The switch as texts of transformers 4.x call it, and as it is called.
 _OLD_SWITCH = "load_in_8bit_fp32_cpu_offload"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Type
 
 #: What every note of this package begins with.
 TITLE = "bnb-dispatch-fix: "
@@ -12,10 +12,31 @@ MOST_LINES = 60
 _TAKEN = "_bnb_dispatch_fix_taken"
 
 
+class _Noted:
+    """The key of a KeyError, which shows its key by repr(): with a note, and equal to the key."""
+
+    note = ""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\n{self.note}"
+
+
+class _Text(_Noted, str):
+    """A key that is a text."""
+
+
+class _Number(_Noted, int):
+    """A key that is a number, as those of devices are."""
+
+
+_KEYS: Dict[type, Type[Any]] = {str: _Text, int: _Number}
+
+
 def attach(error: BaseException, lines: Sequence[str]) -> None:
     """Add the lines as a note (Python 3.11 and newer), before that to the end of the message.
 
-    An error whose text is not its first argument is left as it is where there are no notes.
+    A KeyError's key stays what it is and shows the lines. Any other error whose text is not its
+    first argument is left as it is where there are no notes.
     """
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} more lines"]
@@ -25,6 +46,10 @@ def attach(error: BaseException, lines: Sequence[str]) -> None:
         add_note(text)
     elif error.args and str(error) == error.args[0]:
         error.args = (f"{error.args[0]}\n{text}", *error.args[1:])
+    elif isinstance(error, KeyError) and len(error.args) == 1 and type(error.args[0]) in _KEYS:
+        key = _KEYS[type(error.args[0])](error.args[0])
+        key.note = text
+        error.args = (key,)
 
 
 def attached(error: BaseException) -> bool:
@@ -45,5 +70,6 @@ def taken(error: BaseException) -> Optional[str]:
 
 
 def _text(error: BaseException) -> Optional[str]:
-    texts = [*getattr(error, "__notes__", ()), *error.args[:1]]
+    own = [getattr(key, "note", key) for key in error.args[:1]]
+    texts = [*getattr(error, "__notes__", ()), *own]
     return next((text for text in texts if isinstance(text, str) and TITLE in text), None)

@@ -129,7 +129,8 @@ def no_accelerator() -> Iterator[str]:
     elif driver:
         yield f"torch was built for CUDA {built} but sees no GPU: driver or CUDA_VISIBLE_DEVICES"
     else:
-        yield "torch sees no GPU"
+        why = ": there is no NVIDIA driver" if getattr(version, "cuda", None) else ""
+        yield f"torch {getattr(torch, '__version__', '?')} sees no GPU{why}"
 
 
 def _bitsandbytes_without_gpu() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -61,6 +62,31 @@ def test_without_notes_an_error_whose_text_is_no_single_argument_stays(error):
     before = error.args
     notes.attach(error, ["a"])
     assert error.args == before
+
+
+class PlainKeyError(KeyError):
+    """A missing key as it is before Python 3.11."""
+
+    add_note = None
+
+
+@pytest.mark.parametrize("key", ["lm_head.weight", 3])
+def test_without_notes_a_missing_key_stays_and_is_shown_with_the_lines(key):
+    error = PlainKeyError(key)
+    notes.attach(error, ["a", "b"])
+    assert str(error) == f"{key!r}\nbnb-dispatch-fix: a\nb"
+    assert error.args == (key,)
+    assert {key: "found"}[error.args[0]] == "found"
+    assert notes.attached(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.args) == (str(error), (key,))
+
+
+def test_without_notes_a_missing_key_of_another_kind_stays():
+    error = PlainKeyError(("a", "b"))
+    notes.attach(error, ["a"])
+    assert error.args == (("a", "b"),)
+    assert str(error) == "('a', 'b')"
 
 
 def test_no_note_is_endless():
