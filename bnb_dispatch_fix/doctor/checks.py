@@ -93,7 +93,7 @@ def _torch(answer: Optional[Answer]) -> Iterator[Finding]:
         return
     driver = nvidia_driver()
     if answer.state != "ok":
-        yield _not_importable("torch", answer, ERROR)
+        yield _not_importable("torch", answer, ERROR, {})
         if driver:
             yield Finding(PASS, "driver", f"NVIDIA driver: {driver}")
         return
@@ -156,7 +156,7 @@ def _bitsandbytes(answers: Mapping[str, Answer]) -> Iterator[Finding]:
         hint = "install it to load in 4-bit or 8-bit: pip install bitsandbytes"
         yield Finding(WARN, "bitsandbytes", "is not installed", hint)
     elif answer.state != "ok":
-        yield _not_importable("bitsandbytes", answer, ERROR, answers.get("torch"))
+        yield _not_importable("bitsandbytes", answer, ERROR, answers)
     else:
         yield _bitsandbytes_library(answer, answers.get("torch"))
 
@@ -170,9 +170,13 @@ def _bitsandbytes_library(answer: Answer, torch: Optional[Answer]) -> Finding:
     text = f"{version}, without its GPU library"
     gpus = [d for d in torch.facts.get("devices", []) if d["id"] != "mps"] if torch else []
     if gpus:
-        hint = wrecks.library_hint(answer.facts, str(torch.facts.get("build")) if torch else "")
+        hint = wrecks.library_hint(answer.facts, _build(torch))
         return Finding(ERROR, "bitsandbytes", text, hint)
     return Finding(WARN, "bitsandbytes", text, "as expected where torch sees no GPU")
+
+
+def _build(torch: Optional[Answer]) -> str:
+    return str(torch.facts.get("build")) if torch else ""
 
 
 def _planner_package(package: str, answers: Mapping[str, Answer]) -> Iterator[Finding]:
@@ -184,11 +188,11 @@ def _planner_package(package: str, answers: Mapping[str, Answer]) -> Iterator[Fi
         return
     others = [answers[name].state for name in ("accelerate", "transformers") if name != package]
     alone = answer.state == "missing" and "ok" in others
-    yield _not_importable(package, answer, WARN if alone else ERROR, answers.get("torch"))
+    yield _not_importable(package, answer, WARN if alone else ERROR, answers)
 
 
 def _not_importable(
-    package: str, answer: Answer, level: str, torch: Optional[Answer] = None
+    package: str, answer: Answer, level: str, answers: Mapping[str, Answer]
 ) -> Finding:
     if answer.state == "missing":
         return Finding(level, package, "is not installed", f"pip install {package}")
@@ -196,10 +200,14 @@ def _not_importable(
     text = f"{version or 'unknown version'} cannot be imported: {answer.error}"
     hint = f"run `python -c 'import {package}'` for the whole traceback; reinstalling may help"
     mended = wrecks.hint_of(answer)
+    before = [name for name in ("torch", "bitsandbytes") if name != package]
+    causes = [name for name in before if wrecks.breaks(answers.get(name), answer)]
     if "No module named 'torch'" in answer.error:
         hint = "install torch first"
-    elif torch is not None and answer.error == torch.error:
-        hint = "torch is what breaks it, see above"
+    elif causes:
+        hint = f"{causes[0]} is what breaks it, see above"
+    elif package == "bitsandbytes" and wrecks.NO_LIBRARY in answer.error:
+        hint = wrecks.library_hint(answer.facts, _build(answers.get("torch")))
     elif mended is not None:
         hint = mended
     return Finding(level, package, text, hint)

@@ -7,6 +7,7 @@ whoever asks here gets an answer all the same.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -75,9 +76,10 @@ def _import(package: str) -> Answer:
             importlib.import_module(_DEEPER[package])
     except (Exception, SystemExit) as error:  # noqa: BLE001  # a library may fail in any way
         missing = isinstance(error, ModuleNotFoundError) and error.name == package
-        return Answer(
-            "missing" if missing else "broken", one_line(error), {"version": _version(package)}
-        )
+        facts = {"version": _version(package)}
+        if package == "bitsandbytes" and not missing:
+            facts["built_for"] = _libraries_of(package)
+        return Answer("missing" if missing else "broken", one_line(error), facts)
     facts = {"version": getattr(module, "__version__", None) or _version(package)}
     facts["unmet"] = _unmet(package)
     try:
@@ -175,6 +177,17 @@ def _built_for(extension: Optional[str]) -> List[str]:
     libraries = Path(extension or "").parent.glob("libbitsandbytes_cuda*")
     found = (re.match(r"libbitsandbytes_cuda(\d+)", library.name) for library in libraries)
     return sorted({match.group(1) for match in found if match}, key=int)
+
+
+def _libraries_of(package: str) -> Optional[List[str]]:
+    """The same of a bitsandbytes that cannot be imported; None where it is not found."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # what is half imported may have none
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return _built_for(spec.origin)
 
 
 _FACTS: Mapping[str, Callable[[], Dict[str, Any]]] = {

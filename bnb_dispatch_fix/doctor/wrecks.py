@@ -67,6 +67,14 @@ def hint_of(answer: Answer) -> Optional[str]:
     return None
 
 
+def breaks(cause: Optional[Answer], answer: Answer) -> bool:
+    """Whether an import fails with what another failed with, perhaps behind words of its own."""
+    if cause is None or cause.state != "broken":
+        return False
+    message = cause.error.partition(": ")[2]
+    return answer.error == cause.error or bool(message and answer.error.endswith(f": {message}"))
+
+
 def behind(answers: Mapping[str, Answer]) -> Iterator[Finding]:
     """What all imports hide: it fails when a model is loaded."""
     torch, transformers = answers.get("torch"), answers.get("transformers")
@@ -119,10 +127,19 @@ def _requirements(package: str, answer: Answer) -> Iterator[Finding]:
         yield Finding(WARN, package, text, hint)
 
 
+#: What bitsandbytes before 0.43 raises where torch sees a GPU and it has no library for it.
+NO_LIBRARY = "CUDA Setup failed despite GPU being available"
+
+
 def library_hint(facts: Mapping[str, Any], build: str) -> str:
     """Why a bitsandbytes beside a GPU has loaded its library for the CPU, and what mends it."""
     wanted = "".join(re.findall(r"\d+", build)[:2]) if build.startswith("cuda") else ""
-    built_for: List[str] = list(facts.get("built_for", ()))
+    if wanted and facts.get("built_for") == []:
+        return (
+            "it was installed without any library for CUDA: pip install --force-reinstall "
+            f"--no-deps bitsandbytes=={facts.get('version')}"
+        )
+    built_for: List[str] = list(facts.get("built_for") or ())
     if wanted and built_for and wanted not in built_for:
         shown = f"{_dotted(built_for[0])}–{_dotted(built_for[-1])}"
         return (

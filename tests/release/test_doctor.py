@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from cell import STANDS_FOR_OTHERS
+from cell import STANDS_FOR_OTHERS, installed
+from packaging.version import Version
 
 pytest.importorskip("torch", reason="its findings of torch are the subject")
 
 if not STANDS_FOR_OTHERS:
     pytest.skip("it looks at the same things in every release", allow_module_level=True)
+
+ACCELERATE = Version(installed("accelerate") or "0")
 
 #: A library that takes accelerate's function by name before the shim is imported.
 LATE = """
@@ -84,7 +90,54 @@ def test_a_broken_bitsandbytes(tmp_path):
     (finding,) = topics["bitsandbytes"]
     assert finding["level"] == "ERROR"
     assert "CUDA Setup failed" in finding["text"]
-    assert levels(topics["transformers"]) == {"PASS"}
+    assert_only_bitsandbytes_is_broken(topics)
+
+
+def assert_only_bitsandbytes_is_broken(topics):
+    """transformers is well; accelerate 0.21 imports bitsandbytes, and transformers imports that."""
+    for package in ("accelerate", "transformers"):
+        broken = [finding for finding in topics[package] if finding["level"] == "ERROR"]
+        hints = {finding["hint"] for finding in broken}
+        assert hints <= {"bitsandbytes is what breaks it, see above"}
+        if Version("0.21.0") != ACCELERATE:
+            assert not broken
+
+
+#: The installed torch, built for CUDA and with a GPU that answers.
+WITH_A_GPU = """
+import importlib.util, sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+here = str(Path(__file__).parent)
+spec = PathFinder.find_spec("torch", [path for path in sys.path if path != here])
+module = sys.modules["torch"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.version.cuda = module.version.cuda or "12.6"
+module.cuda.is_available = lambda: True
+module.cuda.device_count = lambda: 1
+module.cuda.get_device_name = lambda *_: "Tesla T4"
+module.cuda.get_device_capability = lambda *_: (7, 5)
+module.cuda.mem_get_info = lambda *_: (14 * 2**30, 15 * 2**30)
+"""
+
+
+def test_a_bitsandbytes_for_the_cpu_beside_a_gpu(tmp_path):
+    """The installed bitsandbytes without its libraries for CUDA: old ones raise at the import."""
+    (tmp_path / "torch.py").write_text(WITH_A_GPU, encoding="utf-8")
+    origin = importlib.util.find_spec("bitsandbytes").origin
+    no_cuda = shutil.ignore_patterns("libbitsandbytes_cuda*", "libbitsandbytes_rocm*")
+    shutil.copytree(Path(origin).parent, tmp_path / "bitsandbytes", ignore=no_cuda)
+    code, topics = doctor(path=tmp_path)
+    assert code == 1
+    assert topics["devices"][0]["text"] == "0: Tesla T4, 14.00 of 15.00 GiB free"
+    (finding,) = topics["bitsandbytes"]
+    assert finding["level"] == "ERROR"
+    version = installed("bitsandbytes")
+    assert finding["text"].startswith(f"{version}, without its GPU library") or (
+        f"{version} cannot be imported: RuntimeError: CUDA Setup failed" in finding["text"]
+    )
+    assert finding["hint"].startswith("it was installed without any library for CUDA")
+    assert finding["hint"].endswith(f"bitsandbytes=={version}")
 
 
 def test_a_broken_torch_breaks_all_and_is_named(tmp_path):

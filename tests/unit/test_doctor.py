@@ -329,6 +329,63 @@ def test_a_library_for_the_cpu_beside_a_gpu(answers, build, said):
     assert said in hint
 
 
+def test_a_bitsandbytes_without_any_library_for_cuda(answers):
+    """Newer ones can be imported like that."""
+    answers["torch"].facts["build"] = "cuda 11.7"
+    answers["bitsandbytes"].facts.update(gpu=False, built_for=[])
+    level, _, hint = only(doctor.examine(), "bitsandbytes")
+    assert level == "ERROR"
+    assert "without any library for CUDA" in hint
+    assert hint.endswith("pip install --force-reinstall --no-deps bitsandbytes==0.49.2")
+
+
+#: What bitsandbytes 0.41.1 raises beside a GPU, and what transformers 4.33 makes of it.
+SETUP_FAILED = "CUDA Setup failed despite GPU being available. Please run the following command"
+WRAPPED = "Failed to import transformers.generation.utils because of the following error (look up)"
+
+
+@pytest.mark.parametrize(
+    ("built_for", "said"),
+    [
+        ([], "--no-deps bitsandbytes==0.41.1"),
+        (["110", "116"], "no library for CUDA 11.7, only for some of 11.0–11.6"),
+        (["110", "117"], "LD_LIBRARY_PATH"),
+        (None, "LD_LIBRARY_PATH"),
+    ],
+)
+def test_a_bitsandbytes_that_breaks_the_others_beside_a_gpu(answers, built_for, said):
+    facts = {"version": "0.41.1", "built_for": built_for}
+    answers["torch"].facts["build"] = "cuda 11.7"
+    answers["bitsandbytes"] = Answer("broken", f"RuntimeError: {SETUP_FAILED}", facts)
+    answers["accelerate"] = Answer("broken", f"RuntimeError: {SETUP_FAILED}", {})
+    answers["transformers"] = Answer("broken", f"RuntimeError: {WRAPPED}: {SETUP_FAILED}", {})
+    checkup = doctor.examine()
+    assert said in only(checkup, "bitsandbytes")[2]
+    for package in ("accelerate", "transformers"):
+        assert only(checkup, package)[2] == "bitsandbytes is what breaks it, see above"
+
+
+@pytest.mark.parametrize("error", ["ImportError: 0", "KeyError: 10", "KeyError"])
+def test_another_error_is_not_taken_for_that_of_bitsandbytes(answers, error):
+    answers["bitsandbytes"] = Answer("broken", "KeyError: 0.1", {})
+    answers["transformers"] = Answer("broken", error, {})
+    assert "bitsandbytes" not in only(doctor.examine(), "transformers")[2]
+
+
+def test_libraries_of_a_package_that_cannot_be_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('no')", encoding="utf-8")
+    (package / "libbitsandbytes_cpu.so").touch()
+    assert surroundings.look(["bitsandbytes"])["bitsandbytes"].facts["built_for"] == []
+    for name in ("cuda117.so", "cuda118_nocublaslt.so", "cuda110.so", "cuda118.so"):
+        (package / f"libbitsandbytes_{name}").touch()
+    looked = surroundings.look(["bitsandbytes"])["bitsandbytes"]
+    assert looked.state == "broken"
+    assert looked.facts["built_for"] == ["110", "117", "118"]
+
+
 def test_requirements_are_read_from_the_metadata(tmp_path, monkeypatch):
     info = tmp_path / "wreck-1.dist-info"
     info.mkdir()
