@@ -32,7 +32,7 @@ def search(request: Request, measured: Optional[Measured] = None) -> Outcome:
     """Search a placement on the accelerators within the caller's own budgets.
 
     Sizes are those the release counts, for nothing that it would accept may be refused; a
-    placement with room for what is stored beside them is preferred (see `_with_scales`).
+    placement with room for what is stored beside them is preferred (see `with_scales`).
     `measured` is what was read of the request already.
     Raises what the installed `get_max_memory` raises for a `max_memory` it cannot read.
     """
@@ -45,7 +45,7 @@ def search(request: Request, measured: Optional[Measured] = None) -> Outcome:
         units = request.units(left_out) if left_out else measured.units
         result = pack(units.units, usable, fill_last=fill_last)
         if isinstance(result, Placement):
-            result = _with_scales(result, units, budgets, fill_last)
+            result = with_scales(result, units, budgets, fill_last)
             return Outcome(result, units, budgets, _device_map(units, result, usable))
     return Outcome(result, units, budgets, None)
 
@@ -59,7 +59,7 @@ def _device_map(
     return {"": device_order(usable)[0]} if usable else None
 
 
-def _with_scales(
+def with_scales(
     placed: Placement, units: Units, budgets: Budgets, fill_last: Optional[Device]
 ) -> Placement:
     """A placement with room for bitsandbytes' scales too; the one given where none was found.

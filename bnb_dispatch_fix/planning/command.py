@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Optional
 from bnb_dispatch_fix.planning import checkpoint
 from bnb_dispatch_fix.planning.budgets import MOST_DEVICES, parse_budgets, parse_size
 from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
+from bnb_dispatch_fix.planning.precisions import QUANTIZATION
 from bnb_dispatch_fix.planning.question import free_memory, rehearse
 from bnb_dispatch_fix.planning.records import Plan, PlanError
 from bnb_dispatch_fix.planning.room import KV_DTYPES
@@ -21,11 +22,6 @@ from bnb_dispatch_fix.wording import STRATEGIES, folded, say
 __all__ = ["Spinner", "add_arguments", "job", "parse_budgets", "parse_size", "run"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
-_QUANTIZATION: Dict[str, Optional[Dict[str, Any]]] = {
-    "4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "8": {"load_in_8bit": True},
-    "16": None,
-}
 #: Seconds before a spinner appears.
 _PATIENCE = 1.0
 #: Longer names are cut there: its line must not be wider than a terminal.
@@ -51,7 +47,10 @@ def add_arguments(subparsers: Any) -> None:
         help="a well-known model instead",
     )
     parser.add_argument(
-        "--bits", choices=sorted(_QUANTIZATION), help="4 (nf4) or 8 with bitsandbytes, or 16"
+        "--bits",
+        choices=sorted(QUANTIZATION),
+        help="4 (nf4), 4dq (with double quantization) or 8 with bitsandbytes, or 16; default: all "
+        "of them compared, and the largest that fits",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of what is not quantized")
     parser.add_argument(
@@ -125,15 +124,16 @@ def job(arguments: argparse.Namespace) -> Dict[str, Any]:
     """
     found = _model(arguments.model, arguments.example)
     own = found.pop("quantized", False)
-    bits = arguments.bits or ("16" if own else "4")
     found.update(
         strategy=arguments.device_map,
         dtype=arguments.dtype,
-        quantization=_QUANTIZATION[bits],
+        quantization=QUANTIZATION[arguments.bits or "16"],
         max_memory=None,
     )
     asked = (arguments.context, arguments.batch, arguments.kv_dtype, arguments.reserve)
     found.update(asked_room(*asked, options=True))
+    if arguments.bits is None and not own:
+        found["compare"] = True
     if arguments.trust_remote_code:
         found["trust_remote_code"] = True
     if arguments.max_memory is None:

@@ -49,8 +49,13 @@ def _without_config(path: Path) -> str:
     return f"{path}: {whole}; plan one of them: {', '.join(parts) or 'none has a config.json'}"
 
 
-def loader(job: Mapping[str, Any], settings: Dict[str, Any], folder: str) -> Callable[[], Any]:
-    """A call of `from_pretrained` with the job's arguments, on a component without weights."""
+def loader(
+    job: Mapping[str, Any], settings: Dict[str, Any], folder: str
+) -> Callable[[Optional[Mapping[str, Any]]], Callable[[], Any]]:
+    """Calls of `from_pretrained` with the job's arguments, on a component without weights.
+
+    Each is made for a quantization; None asks for none.
+    """
     import torch  # found, not required
 
     try:
@@ -67,18 +72,25 @@ def loader(job: Mapping[str, Any], settings: Dict[str, Any], folder: str) -> Cal
     if dtype is None:
         raise PlanError(f"dtype: torch has no {job['dtype']}; try float16 or bfloat16")
     arguments: Dict[str, Any] = {"device_map": job["strategy"], "torch_dtype": dtype}
-    if job["quantization"] is not None:
-        kept = {k: v for k, v in job["quantization"].items() if not k.startswith("_")}
-        method = kept.pop("quant_method", "bitsandbytes")
-        if method != "bitsandbytes":
-            raise PlanError(f"quantization_config: {method} is not planned for diffusers")
-        arguments["quantization_config"] = diffusers.BitsAndBytesConfig(**kept)
 
-    def load() -> Any:
-        budgets = None if job["max_memory"] is None else dict(job["max_memory"])
-        return model_class.from_pretrained(folder, max_memory=budgets, **arguments)
+    def call(quantization: Optional[Mapping[str, Any]]) -> Callable[[], Any]:
+        own = {} if quantization is None else {"quantization_config": _quantization(quantization)}
 
-    return load
+        def load() -> Any:
+            budgets = None if job["max_memory"] is None else dict(job["max_memory"])
+            return model_class.from_pretrained(folder, max_memory=budgets, **arguments, **own)
+
+        return load
+
+    return call
+
+
+def _quantization(settings: Mapping[str, Any]) -> Any:
+    kept = {key: value for key, value in settings.items() if not key.startswith("_")}
+    method = kept.pop("quant_method", "bitsandbytes")
+    if method != "bitsandbytes":
+        raise PlanError(f"quantization_config: {method} is not planned for diffusers")
+    return importlib.import_module("diffusers").BitsAndBytesConfig(**kept)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""A call of transformers' `from_pretrained` for a job, on a checkpoint without weights."""
+"""Calls of transformers' `from_pretrained` for a job, on a checkpoint without weights."""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Optional
 
 from bnb_dispatch_fix.planning import checkpoint, simulation
 from bnb_dispatch_fix.planning.records import PlanError, told
@@ -64,31 +64,52 @@ def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
     return f"{label}: transformers {transformers.__version__} cannot read it: {told(error)}"
 
 
-def loader(job: Mapping[str, Any], config: Any, folder: str) -> Callable[[], Any]:
-    """A call of `from_pretrained` with the job's arguments, on a checkpoint without weights."""
-    import torch  # found, not required
-    import transformers  # found, not required
+class Loader:
+    """Calls of `from_pretrained` with a job's arguments, on a checkpoint without weights.
 
-    model_class = _own_class(job, config) or _model_class(job, config)
-    _write_checkpoint(config, folder)
-    dtype = job["dtype"] or getattr(config, "torch_dtype", None) or "float16"
-    try:
-        dtype = getattr(torch, str(dtype).replace("torch.", ""))
-    except AttributeError:
-        raise PlanError(f"dtype: torch has no {dtype}; try float16 or bfloat16") from None
-    old_name = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
-    arguments = {
-        "device_map": job["strategy"],
-        ("torch_dtype" if old_name else "dtype"): dtype,
-    }
-    if job["quantization"] is not None:
-        arguments["quantization_config"] = _quantization(job["quantization"])
+    `model_class` is the class that will be made, None where transformers has no such.
+    """
 
-    def load() -> Any:
-        budgets = None if job["max_memory"] is None else dict(job["max_memory"])
-        return model_class.from_pretrained(folder, max_memory=budgets, **arguments)
+    def __init__(self, job: Mapping[str, Any], config: Any, folder: str) -> None:
+        import torch  # found, not required
+        import transformers  # found, not required
 
-    return load
+        self._job, self._folder = job, folder
+        self._loading_class = _own_class(job, config) or _model_class(job, config)
+        self.model_class = _made(self._loading_class, config)
+        _write_checkpoint(config, folder)
+        dtype = job["dtype"] or getattr(config, "torch_dtype", None) or "float16"
+        try:
+            dtype = getattr(torch, str(dtype).replace("torch.", ""))
+        except AttributeError:
+            raise PlanError(f"dtype: torch has no {dtype}; try float16 or bfloat16") from None
+        old_name = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+        self._arguments = {
+            "device_map": job["strategy"],
+            ("torch_dtype" if old_name else "dtype"): dtype,
+        }
+
+    def __call__(self, quantization: Optional[Mapping[str, Any]]) -> Callable[[], Any]:
+        """The call with this quantization; None asks for none."""
+        arguments = dict(self._arguments)
+        if quantization is not None:
+            arguments["quantization_config"] = _quantization(quantization)
+
+        def load() -> Any:
+            budgets = self._job["max_memory"]
+            given = None if budgets is None else dict(budgets)
+            return self._loading_class.from_pretrained(self._folder, max_memory=given, **arguments)
+
+        return load
+
+
+def _made(loading_class: Any, config: Any) -> Any:
+    """The class of the model that a class of transformers loads, where that is known before."""
+    if not loading_class.__module__.startswith("transformers.models.auto"):
+        return loading_class
+    mapping = getattr(loading_class, "_model_mapping", None)
+    found = None if mapping is None else mapping.get(type(config), None)
+    return None if isinstance(found, (tuple, list)) else found
 
 
 def _model_class(job: Mapping[str, Any], config: Any) -> Any:

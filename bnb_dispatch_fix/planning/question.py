@@ -18,7 +18,7 @@ from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import checkpoint
 from bnb_dispatch_fix.planning.budgets import parse_budgets
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Room, Run
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Precision, Room, Run
 from bnb_dispatch_fix.planning.run_arguments import asked_room
 from bnb_dispatch_fix.wording import STRATEGIES
 
@@ -80,11 +80,18 @@ def rehearse(job: Mapping[str, Any], on_wait: Optional[Callable[[], None]] = Non
     runs = tuple(_run(entry) for entry in answer.pop("runs"))
     largest = tuple(Part(*entry) for entry in answer.pop("largest"))
     device_map = _as_dict(answer.pop("device_map"))
-    notes = tuple(answer.pop("notes"))
     room = answer.pop("room", None)
     if room is not None:
         room = Room(**{**room, "devices": _loads(room["devices"])})
-    return Plan(runs=runs, largest=largest, device_map=device_map, notes=notes, room=room, **answer)
+    return Plan(
+        runs=runs,
+        largest=largest,
+        device_map=device_map,
+        notes=tuple(answer.pop("notes")),
+        precisions=tuple(_precision(entry) for entry in answer.pop("precisions")),
+        room=room,
+        **answer,
+    )
 
 
 def _answered(ending: child.Ending) -> Dict[str, Any]:
@@ -110,6 +117,10 @@ def _loads(entries: Sequence[Sequence[Any]]) -> Tuple[DeviceLoad, ...]:
         DeviceLoad(device, given, usable, placed, tuple(Part(*part) for part in parts), *more)
         for device, given, usable, placed, parts, *more in entries
     )
+
+
+def _precision(entry: Mapping[str, Any]) -> Precision:
+    return Precision(**{**entry, "devices": tuple(entry["devices"])})
 
 
 def _as_dict(pairs: Optional[Sequence[Tuple[str, Device]]]) -> Optional[Dict[str, Device]]:

@@ -113,6 +113,25 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """One of the precisions that were compared; sizes in bytes.
+
+    `name` is "16", "8", "4" or "4dq", as for --bits. It fits where every module has a place on the
+    accelerators; `over` is what bitsandbytes' scales then take beyond the budgets. `devices` are
+    the fewest that hold it; `reason` says why it does not fit.
+    """
+
+    name: str
+    title: str
+    total: int
+    scales: int
+    fits: bool
+    over: int
+    devices: Tuple[Device, ...]
+    reason: Optional[str]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The model, the budgets, and what each planner makes of them; all sizes in bytes.
 
@@ -121,6 +140,7 @@ class Plan:
     of modules, their numbers replaced by "*"; `notes` say what could not be patched. `scales` are
     beside `total`: what bitsandbytes stores to read its weights, which no release counts. `room`
     says whether there is room for a context; None where that is not known and nobody asked.
+    `precisions` are those that were compared, the largest first; the plan is of one of them.
     """
 
     model: str
@@ -137,6 +157,7 @@ class Plan:
     notes: Tuple[str, ...] = ()
     scales: int = 0
     room: Optional[Room] = None
+    precisions: Tuple[Precision, ...] = ()
 
     @property
     def runnable(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning import table
 from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
 from bnb_dispatch_fix.planning.room_text import estimate, room_lines
 from bnb_dispatch_fix.wording import (
@@ -89,8 +90,8 @@ def device_rows(plan: Plan) -> List[Tuple[Device, Optional[int], List[Cell]]]:
     loads = [{load.device: load for load in run.devices} for run in plan.runs]
     rows = []
     for device in dict.fromkeys(load.device for run in plan.runs for load in run.devices):
-        known = [table[device] for table in loads if device in table]
-        cells = [_cell(table.get(device), run) for table, run in zip(loads, plan.runs)]
+        known = [placed[device] for placed in loads if device in placed]
+        cells = [_cell(placed.get(device), run) for placed, run in zip(loads, plan.runs)]
         rows.append((device, known[0].usable, cells))
     return rows
 
@@ -153,8 +154,8 @@ class Row(NamedTuple):
 def as_text(plan: Plan, width: Optional[int] = None) -> str:
     """The whole plan as plain text; for a terminal of `width` columns, or as wide as it is."""
     digits = _digits(plan)
-    table = [_line(row, _cell_width(plan, width, digits)) for row in _table(plan, width, digits)]
-    return "\n".join([*_before_table(plan, width), *table, *_after_table(plan, width)])
+    rows = [_line(row, _cell_width(plan, width, digits)) for row in _table(plan, width, digits)]
+    return "\n".join([*_before_table(plan, width), *rows, *_after_table(plan, width)])
 
 
 def _text_width(width: Optional[int]) -> int:
@@ -165,7 +166,7 @@ def _before_table(plan: Plan, width: Optional[int]) -> List[str]:
     lines = [visible(line) for line in (*headline(plan), versions_line(plan))]
     if width is not None:
         lines = [part for line in lines for part in wrapped(line, width)]
-    return [*lines, ""]
+    return [*table.as_lines(plan, _text_width(width)), *lines, ""]
 
 
 #: Columns of a row before its cells, and between two of them.

@@ -78,7 +78,7 @@ def command(*options):
 @pytest.fixture(scope="module")
 def llama():
     code, out, err = command(
-        "--example", "llama-3-8b", "--max-memory", "8x4GiB,cpu=60GiB", "--json"
+        *("--example", "llama-3-8b", "--bits", "4", "--max-memory", "8x4GiB,cpu=60GiB", "--json")
     )
     assert code == 0, err
     return json.loads(out)
@@ -234,7 +234,8 @@ def test_a_picture_of_qwen3_names_its_experts(tmp_path):
         pytest.skip("transformers 4.x holds experts as Linear, which are quantized")
     page = tmp_path / "plan.html"
     code, out, err = command(
-        *("--example", "qwen3-30b-a3b", "--max-memory", "2x23GiB", "--html", str(page))
+        *("--example", "qwen3-30b-a3b", "--bits", "4"),
+        *("--max-memory", "2x23GiB", "--html", str(page)),
     )
     assert code == 1, err
     first = out.splitlines()[0]
@@ -351,7 +352,7 @@ def test_a_quantization_of_null_is_none(without_weights, tmp_path):
         transformers.AutoConfig.from_pretrained(path)
     except AttributeError:
         pytest.skip(f"transformers {transformers.__version__} cannot read it itself")
-    code, out, err = command(str(path), "--max-memory", "8x1GiB")
+    code, out, err = command(str(path), "--bits", "4", "--max-memory", "8x1GiB")
     assert code == 0, err
     assert "4-bit nf4 (bitsandbytes)" in out
 

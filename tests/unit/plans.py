@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bnb_dispatch_fix.model.layout import Part
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Room, Run
+from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Precision, Room, Run
 
 GIB = 2**30
 EMBED = Part("model.embed_tokens", GIB, 0)
@@ -98,3 +98,21 @@ def room(**changes):
         "devices": devices,
     }
     return Room(**{**facts, **changes})
+
+
+#: Of the model above: 16 bits do not fit, 4 bits fill their device but for the scales.
+PRECISIONS = (
+    Precision(
+        *("16", "float16", 15 * GIB // 2, 0, False, 0, ()),
+        "needs 7.50 GiB, usable 7.20 GiB: short by 0.30 GiB",
+    ),
+    Precision("8", "8-bit", 6 * GIB, 2**20, True, 0, (0, 1), None),
+    Precision("4", "4-bit nf4", 9 * GIB // 2, 3 * GIB // 8, True, 2**20, (0, 1), None),
+    Precision(
+        "4dq", "4-bit nf4, double quantization", 9 * GIB // 2, GIB // 16, True, 0, (0,), None
+    ),
+)
+
+
+def plan_that_compares(**changes):
+    return plan(**{"precisions": PRECISIONS, **changes})

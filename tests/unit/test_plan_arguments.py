@@ -156,11 +156,14 @@ def test_the_command_answers_with_its_exit_code(asked, capsys):
 
 def test_the_job_says_what_the_options_say(asked, capsys):
     command = ["plan", "--example", "mixtral-8x7b", "--max-memory", "1x4GiB"]
-    main(command)
+    main([*command, "--bits", "4"])
     main([*command, "--bits", "8", "--dtype", "float32"])
     main([*command, "--bits", "16"])
-    four, eight, sixteen = asked
+    main([*command, "--bits", "4dq"])
+    four, eight, sixteen, nested = asked
     assert four["quantization"] == {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert nested["quantization"] == {**four["quantization"], "bnb_4bit_use_double_quant": True}
+    assert not [job for job in asked if "compare" in job]
     assert four["max_memory"] == [(0, 4 * GIB)]
     assert four["config"]["num_local_experts"] == 8
     assert (eight["quantization"], eight["dtype"]) == ({"load_in_8bit": True}, "float32")
@@ -168,14 +171,17 @@ def test_the_job_says_what_the_options_say(asked, capsys):
 
 
 @pytest.mark.parametrize(
-    "settings, bits",
-    [({}, "4"), ({"quantization_config": {}}, None), ({"quantization_config": None}, "4")],
+    "settings, own",
+    [({}, False), ({"quantization_config": {}}, True), ({"quantization_config": None}, False)],
 )
-def test_a_checkpoint_with_a_quantization_keeps_it(asked, tmp_path, settings, bits):
+def test_without_bits_all_are_compared_unless_the_checkpoint_is_quantized(
+    asked, tmp_path, settings, own
+):
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     for path in (tmp_path, tmp_path / "config.json"):
         assert main(["plan", str(path), "--max-memory", "1x4GiB"]) == 0
-        assert ("load_in_4bit" in (asked[-1]["quantization"] or {})) == (bits == "4")
+        assert asked[-1].get("compare", False) != own
+        assert asked[-1]["quantization"] is None
 
 
 @pytest.mark.parametrize(

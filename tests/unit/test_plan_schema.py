@@ -29,6 +29,7 @@ def told(plan):
 PLANS = {
     "fits": plans.plan(),
     "no": plans.plan_that_does_not_fit(),
+    "compares": plans.plan_that_compares(),
     "room": plans.plan(room=plans.room()),
 }
 
@@ -39,7 +40,7 @@ def test_plans_are_what_it_says(validator, plan):
 
 
 def test_it_describes_every_key(validator):
-    document = told(PLANS["room"])
+    document = told(plans.plan_that_compares(room=plans.room()))
     schema = validator.schema
     assert set(document) == set(schema["required"]) == set(schema["properties"])
     for name, example in (
@@ -47,6 +48,7 @@ def test_it_describes_every_key(validator):
         ("load", document["runs"][0]["devices"][0]),
         ("part", document["largest"][0]),
         ("room", document["room"]),
+        ("precision", document["precisions"][0]),
     ):
         described = schema["$defs"][name]
         assert set(example) == set(described["required"]) == set(described["properties"]), name

@@ -1,0 +1,75 @@
+"""The precisions of a plan as a table: what each needs, whether it fits, and where."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, List, NamedTuple, Sequence, Tuple
+
+from bnb_dispatch_fix.placement.records import Device
+from bnb_dispatch_fix.planning.records import Plan, Precision
+from bnb_dispatch_fix.wording import amount, cell, device_name, span, visible, wrapped
+
+
+class Line(NamedTuple):
+    """A row as texts; the first of a table is its head."""
+
+    title: str
+    needs: str
+    fits: str
+    where: str
+
+
+def lines(plan: Plan) -> List[Line]:
+    """Head and rows; none where nothing was compared."""
+    if not plan.precisions:
+        return []
+    return [Line("precision", "GiB", "fits", "where"), *map(_line, plan.precisions)]
+
+
+def _line(row: Precision) -> Line:
+    fits = "no" if not row.fits else "barely" if row.over else "yes"
+    return Line(visible(row.title), cell(row.total + row.scales), fits, _where(row))
+
+
+def _where(row: Precision) -> str:
+    if not row.fits:
+        return _reason(row.reason or "")
+    full = f", {amount(row.over)} of its scales too much" if row.over else ""
+    return f"{devices_text(row.devices)}{full}"
+
+
+def _reason(text: str) -> str:
+    """Why it does not fit; what it needs stands beside it."""
+    start, _, rest = text.partition(": short by ")
+    return f"short by {rest}" if rest and start.startswith("needs ") else text
+
+
+def devices_text(devices: Sequence[Device]) -> str:
+    """Devices as people list them: "GPU 0–3, 5"."""
+    numbers = sorted(device for device in devices if isinstance(device, int))
+    # Numbers in a row differ from their position by the same.
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
+    named = [device_name(device) for device in devices if not isinstance(device, int)]
+    spans = ", ".join(span(run[0], run[-1]) for run in runs)
+    return ", ".join([*([f"GPU {spans}"] if runs else []), *named])
+
+
+def as_lines(plan: Plan, width: int) -> List[str]:
+    """The table as text of `width` columns, and what the lines below it are about."""
+    rows = lines(plan)
+    if not rows:
+        return []
+    columns = _widths(rows)
+    found = []
+    for row in rows:
+        head = f"{row.title:{columns[0]}}  {row.needs:>{columns[1]}}  {row.fits:{columns[2]}}  "
+        found += wrapped(f"{head}{row.where}".rstrip(), width, len(head))
+    shown = f"Below: {plan.precision}; --bits shows another."
+    return [visible(plan.model), *found, "", *wrapped(shown, width), ""]
+
+
+def _widths(rows: Sequence[Any]) -> Tuple[int, ...]:
+    return tuple(max(len(row[column]) for row in rows) for column in range(3))
