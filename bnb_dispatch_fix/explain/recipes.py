@@ -109,7 +109,7 @@ def _all_accelerators(request: Request, _: Optional[Outcome]) -> Optional[Recipe
     if trial.loads(request, max_memory) is None:
         return None
     what = f"with {'every GPU' if len(cards) > 1 else device_name(next(iter(cards)))} named"
-    return Recipe(what, f"max_memory={_written(max_memory)}")
+    return Recipe(what, f"max_memory={written_budgets(max_memory)}")
 
 
 def _room_on_the_cpu(request: Request, outcome: Outcome) -> Optional[Recipe]:
@@ -120,7 +120,7 @@ def _room_on_the_cpu(request: Request, outcome: Outcome) -> Optional[Recipe]:
     max_memory: Dict[Device, Any] = {"cpu": typeable(whole)}
     if trial.loads(request, max_memory, on_host=True) is None:
         return None
-    return Recipe("all of it on the CPU", f"max_memory={_written(max_memory)}")
+    return Recipe("all of it on the CPU", f"max_memory={written_budgets(max_memory)}")
 
 
 def _higher_budgets(request: Request, outcome: Outcome) -> Optional[Recipe]:
@@ -148,7 +148,7 @@ def _higher_budgets(request: Request, outcome: Outcome) -> Optional[Recipe]:
         return None
     sure = request.max_memory is None or all(known.values())
     unsure = "" if sure else ", if the devices have that much"
-    return Recipe(f"higher budgets{unsure}", f"max_memory={_written(max_memory)}")
+    return Recipe(f"higher budgets{unsure}", f"max_memory={written_budgets(max_memory)}")
 
 
 def _usable_share(request: Request) -> float:
@@ -201,22 +201,29 @@ def reads_whole_numbers_only() -> bool:
 
 
 def _lower_dtype(request: Request, outcome: Outcome) -> Optional[Recipe]:
-    """Half of what is loaded in float32 by choice, not because the model keeps it so."""
+    """Half of what is loaded in float32 by choice, not because the model keeps it so.
+
+    Buffers are made by the model as it is built: their dtype is not the caller's.
+    """
     if not _stored(outcome, "float32"):
         return None
 
     def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         storage = request.sizer(name, tensor, owner)
         chosen = str(tensor.dtype) == "torch.float32" and not storage.quantized
-        return Storage(2, "bfloat16", False) if chosen and storage.bytes == 4 else storage
+        if name.rpartition(".")[2] not in owner._parameters or not chosen or storage.bytes != 4:
+            return storage
+        found.append(name)
+        return Storage(2, "bfloat16", False)
 
+    found: List[str] = []
     torch: Any = sys.modules["torch"]
     stored = trial.Stored(
         size,
         lambda element, tensor: 2 if element == 4 and tensor.dtype == torch.float32 else element,
         dtype=torch.bfloat16,
     )
-    if not _places(request, outcome.budgets, stored):
+    if not _places(request, outcome.budgets, stored) or not found:
         return None
     return Recipe("16 bits for what is not quantized", f"{_dtype_argument(request)}=torch.bfloat16")
 
@@ -280,7 +287,8 @@ def _more_devices(_: Request, outcome: Outcome) -> Optional[Recipe]:
     return None
 
 
-def _written(max_memory: Mapping[Device, Any]) -> str:
+def written_budgets(max_memory: Mapping[Device, Any]) -> str:
+    """`max_memory` as an expression."""
     pairs = (f"{json.dumps(device)}: {_budget(size)}" for device, size in max_memory.items())
     return "{" + ", ".join(pairs) + "}"
 

@@ -91,6 +91,7 @@ td svg{display:block;width:100%;height:10px;border-radius:3px}
 code,pre{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 code{overflow-wrap:anywhere}
 pre{margin:10px 0 0;overflow-x:auto;padding:12px;border-radius:8px;background:var(--track)}
+ol{margin:0;padding-left:22px}
 summary{cursor:pointer;font-weight:600}
 footer{color:var(--dim);font-size:12px;padding:0 4px}
 @media(max-width:560px){main{padding:10px 10px 32px;gap:10px}.wide-only{display:none}

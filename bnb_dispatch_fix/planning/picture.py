@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import html
 import re
-from typing import Dict, List, Mapping, Optional, Tuple
+from typing import Dict, List, Mapping, Optional, Tuple, Union
 
 from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.planning import table
 from bnb_dispatch_fix.planning.page import PAGE, STYLE
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Run
+from bnb_dispatch_fix.planning.records import Change, DeviceLoad, Fewer, Plan, Run
 from bnb_dispatch_fix.planning.terminal import (
     groups_of_equal_runs,
     headline,
@@ -60,6 +60,7 @@ def as_html(plan: Plan) -> str:
         f'<div class="panels n{len(panels)}">',
         *panels,
         "</div>",
+        _advice(plan),
         _legend(plan),
         _largest(plan),
         _map(plan),
@@ -120,6 +121,27 @@ def _precisions(plan: Plan) -> str:
         '<section class="panel compared"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
+
+
+def _advice(plan: Plan) -> str:
+    """What to change."""
+    if plan.fewer is not None:
+        what = escape(_sentence(table.advice(plan)[0].strip().partition(": ")[0]))
+        return f'<section class="panel"><h2>{what}</h2>{_code(plan.fewer)}</section>'
+    if not plan.recipes:
+        return ""
+    items = "".join(
+        f"<li>{escape(change.what)}{_code(change) if change.arguments else ''}</li>"
+        for change in plan.recipes
+    )
+    return (
+        '<section class="panel"><h2>Any one of these loads it (each was planned)</h2>'
+        f"<ol>{items}</ol></section>"
+    )
+
+
+def _code(change: Union[Change, Fewer]) -> str:
+    return f"<pre>{escape(change.arguments)}</pre>"
 
 
 def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:

@@ -18,7 +18,16 @@ from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import checkpoint
 from bnb_dispatch_fix.planning.budgets import parse_budgets
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, PlanError, Precision, Room, Run
+from bnb_dispatch_fix.planning.records import (
+    Change,
+    DeviceLoad,
+    Fewer,
+    Plan,
+    PlanError,
+    Precision,
+    Room,
+    Run,
+)
 from bnb_dispatch_fix.planning.run_arguments import asked_room
 from bnb_dispatch_fix.wording import STRATEGIES
 
@@ -83,12 +92,17 @@ def rehearse(job: Mapping[str, Any], on_wait: Optional[Callable[[], None]] = Non
     room = answer.pop("room", None)
     if room is not None:
         room = Room(**{**room, "devices": _loads(room["devices"])})
+    fewer = answer.pop("fewer")
+    if fewer is not None:
+        fewer = Fewer(tuple(fewer["devices"]), fewer["arguments"])
     return Plan(
         runs=runs,
         largest=largest,
         device_map=device_map,
         notes=tuple(answer.pop("notes")),
         precisions=tuple(_precision(entry) for entry in answer.pop("precisions")),
+        recipes=tuple(Change(*recipe) for recipe in answer.pop("recipes")),
+        fewer=fewer,
         room=room,
         **answer,
     )

@@ -132,6 +132,22 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What to change in a few words, and Python to paste into the call, or ""."""
+
+    what: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """Accelerators that are enough, and the argument that keeps the model there."""
+
+    devices: Tuple[Device, ...]
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """The model, the budgets, and what each planner makes of them; all sizes in bytes.
 
@@ -141,6 +157,8 @@ class Plan:
     beside `total`: what bitsandbytes stores to read its weights, which no release counts. `room`
     says whether there is room for a context; None where that is not known and nobody asked.
     `precisions` are those that were compared, the largest first; the plan is of one of them.
+    `recipes` are changes with which it fits, where it does not; `fewer` the fewest devices that
+    hold it, where the map uses more. All of these were planned.
     """
 
     model: str
@@ -158,6 +176,8 @@ class Plan:
     scales: int = 0
     room: Optional[Room] = None
     precisions: Tuple[Precision, ...] = ()
+    recipes: Tuple[Change, ...] = ()
+    fewer: Optional[Fewer] = None
 
     @property
     def runnable(self) -> bool:

@@ -16,7 +16,15 @@ import bnb_dispatch_fix
 from bnb_dispatch_fix import child
 from bnb_dispatch_fix.model import layout
 from bnb_dispatch_fix.model.search import search
-from bnb_dispatch_fix.planning import asking, comparison, components, context, loader, simulation
+from bnb_dispatch_fix.planning import (
+    advice,
+    asking,
+    comparison,
+    components,
+    context,
+    loader,
+    simulation,
+)
 from bnb_dispatch_fix.planning import runs as planned_runs
 from bnb_dispatch_fix.planning.construction import built_once
 from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
@@ -93,6 +101,7 @@ def _answer(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
         **_model_as_data(fine),
         **planned_runs.verdict(exact.result, exact.device_map, runs),
     }
+    answer.update(advice.added(job, question, exact, answer, ask))
     if request.is_diffusers:
         return answer
     return {**answer, **context.added(job, request, exact, fine, answer)}

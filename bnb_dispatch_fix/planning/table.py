@@ -1,4 +1,4 @@
-"""The precisions of a plan as a table: what each needs, whether it fits, and where."""
+"""Beside the planners' table: the precisions that were compared, and what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning.records import Plan, Precision
-from bnb_dispatch_fix.wording import amount, cell, device_name, span, visible, wrapped
+from bnb_dispatch_fix.wording import HOST, amount, cell, device_name, span, visible, wrapped
+
+#: See explain/recipes.py.
+_TRIED = "budgets up to 4 times as large, up to 16 more devices, fewer bits, offloading"
 
 
 class Line(NamedTuple):
@@ -73,3 +76,22 @@ def as_lines(plan: Plan, width: int) -> List[str]:
 
 def _widths(rows: Sequence[Any]) -> Tuple[int, ...]:
     return tuple(max(len(row[column]) for row in rows) for column in range(3))
+
+
+def advice(plan: Plan) -> List[str]:
+    """What to change: where it does not fit, and where fewer devices are enough."""
+    if plan.fewer is not None:
+        cards = [load for load in plan.runs[0].devices if load.usable and load.device not in HOST]
+        count = len(plan.fewer.devices)
+        enough = "one card" if count == 1 else f"{count} of {len(cards)} cards"
+        return [f"   it fits on {enough}: {plan.fewer.arguments}"]
+    if plan.fits:
+        return []
+    if not plan.recipes:
+        return [f"   no change was found that would load it ({_TRIED})"]
+    found = ["any one of these loads it (each was planned):"]
+    for number, change in enumerate(plan.recipes, 1):
+        found.append(f"  {number}. {change.what}{':' if change.arguments else ''}")
+        if change.arguments:
+            found.append(f"     {change.arguments}")
+    return found

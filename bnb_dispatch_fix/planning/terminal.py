@@ -238,6 +238,8 @@ def _after_table(plan: Plan, width: Optional[int]) -> List[str]:
     told = [*(f"note: {note}" for note in plan.notes), f"-> {plan.verdict}", *estimate(plan)]
     for line in map(visible, told):
         lines += [line] if width is None else wrapped(line, width, 3)
+    for line in table.advice(plan):
+        lines += [visible(line)] if width is None else wrapped(visible(line), width, 5)
     if plan.device_map is not None:
         lines.append(f"device_map = {pasteable(plan.device_map)}")
     return lines

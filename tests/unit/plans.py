@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bnb_dispatch_fix.model.layout import Part
-from bnb_dispatch_fix.planning.records import DeviceLoad, Plan, Precision, Room, Run
+from bnb_dispatch_fix.planning.records import Change, DeviceLoad, Fewer, Plan, Precision, Room, Run
 
 GIB = 2**30
 EMBED = Part("model.embed_tokens", GIB, 0)
@@ -116,3 +118,17 @@ PRECISIONS = (
 
 def plan_that_compares(**changes):
     return plan(**{"precisions": PRECISIONS, **changes})
+
+
+RECIPES = (
+    Change("higher budgets", 'max_memory={0: "5GiB", 1: "5GiB"}'),
+    Change("1 more <device> of 4.00 GiB", ""),
+)
+
+
+def plan_with_recipes():
+    return replace(plan_that_does_not_fit(), recipes=RECIPES)
+
+
+def plan_on_fewer():
+    return plan(fewer=Fewer((0,), 'max_memory={0: "4GiB"}'))

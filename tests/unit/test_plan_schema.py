@@ -30,6 +30,8 @@ PLANS = {
     "fits": plans.plan(),
     "no": plans.plan_that_does_not_fit(),
     "compares": plans.plan_that_compares(),
+    "recipes": plans.plan_with_recipes(),
+    "fewer": plans.plan_on_fewer(),
     "room": plans.plan(room=plans.room()),
 }
 
@@ -49,6 +51,8 @@ def test_it_describes_every_key(validator):
         ("part", document["largest"][0]),
         ("room", document["room"]),
         ("precision", document["precisions"][0]),
+        ("change", told(PLANS["recipes"])["recipes"][0]),
+        ("fewer", told(PLANS["fewer"])["fewer"]),
     ):
         described = schema["$defs"][name]
         assert set(example) == set(described["required"]) == set(described["properties"]), name

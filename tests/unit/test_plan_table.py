@@ -8,6 +8,7 @@ import re
 import plans
 import pytest
 
+from bnb_dispatch_fix.explain import recipes
 from bnb_dispatch_fix.planning import table
 from bnb_dispatch_fix.planning.picture import as_html
 from bnb_dispatch_fix.planning.terminal import as_text
@@ -66,3 +67,43 @@ def test_what_does_not_fit_for_another_reason_says_it_whole():
 )
 def test_devices_are_listed_as_people_do(devices, text):
     assert table.devices_text(devices) == text
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change():
+    lines = as_text(plans.plan_with_recipes()).splitlines()
+    assert lines[-5:] == [
+        "-> needs 4.50 GiB, usable 3.60 GiB: short by 0.90 GiB",
+        "any one of these loads it (each was planned):",
+        "  1. higher budgets:",
+        '     max_memory={0: "5GiB", 1: "5GiB"}',
+        "  2. 1 more <device> of 4.00 GiB",
+    ]
+    page = as_html(plans.plan_with_recipes())
+    assert "<li>higher budgets<pre>max_memory={0: &quot;5GiB&quot;, 1: &quot;5GiB&quot;}" in page
+    assert "<li>1 more &lt;device&gt; of 4.00 GiB</li>" in page
+
+
+def test_what_was_tried_is_said_as_it_is():
+    assert f"up to {recipes._RAISED_AT_MOST} times" in table._TRIED
+    assert f"up to {recipes._MORE_DEVICES} more" in table._TRIED
+
+
+def test_where_nothing_was_found_that_is_said():
+    assert as_text(plans.plan_that_does_not_fit()).splitlines()[-1] == (
+        "   no change was found that would load it (budgets up to 4 times as large, up to 16 more "
+        "devices, fewer bits, offloading)"
+    )
+
+
+def test_fewer_cards_come_with_their_budgets():
+    lines = as_text(plans.plan_on_fewer()).splitlines()
+    assert '   it fits on one card: max_memory={0: "4GiB"}' in lines
+    page = as_html(plans.plan_on_fewer())
+    assert "<h2>It fits on one card</h2><pre>max_memory={0: &quot;4GiB&quot;}</pre>" in page
+    two = plans.plan(fewer=plans.Fewer((0, 1), "max_memory={}"))
+    assert "   it fits on 2 of 2 cards: max_memory={}" in as_text(two).splitlines()
+
+
+def test_a_plan_that_fits_has_nothing_to_change():
+    assert "any one of these" not in as_text(plans.plan())
+    assert "no change" not in as_text(plans.plan())
