@@ -23,18 +23,19 @@ def added(
     question: Question,
     outcome: Outcome,
     answer: Mapping[str, Any],
-    ask: Ask,
+    ask: Optional[Ask],
 ) -> Dict[str, Any]:
     """What an answer says of it: "recipes", "fewer", and notes with what was not tried.
 
-    To be called with rescue on: recipes are planned as a program with the shim plans.
+    To be called with rescue on: recipes are planned as a program with the shim plans. `ask` takes
+    another quantization; None where the checkpoint has its own.
     """
     request = question.request._replace(max_memory=_typed(question.request.max_memory))
     if answer["fits"]:
         fewer = None if job.get("context") else _fewer(request, outcome, answer)
         return {"recipes": [], "fewer": fewer}
     found = recipes(request, outcome)
-    quantized = [] if job.get("compare") else _quantized(request, ask)
+    quantized = [] if ask is None or job.get("compare") else _quantized(request, ask)
     told = [list(recipe) for recipe in (*quantized, *found.recipes)]
     notes = list(answer["notes"]) if found.complete else [*answer["notes"], _UNTRIED]
     return {"recipes": told, "fewer": None, "notes": notes}

@@ -6,6 +6,7 @@ Each run of `records.RUNS` is the same question with other features on.
 from __future__ import annotations
 
 import importlib
+import inspect
 from functools import partial, wraps
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -37,8 +38,10 @@ class _Called(BaseException):
         self.args_of_call, self.kwargs_of_call = args, kwargs
 
 
-def of_transformers(load: Load) -> Question:
+def of_transformers(load: Load, quantizer: Any = None) -> Question:
     """The question of a `from_pretrained` of transformers.
+
+    Planners that are told the quantizer (4.50 and newer) are told `quantizer`, where it is given.
 
     Raises:
         PlanError: it ends before it asks.
@@ -46,7 +49,8 @@ def of_transformers(load: Load) -> Question:
     bnb_dispatch_fix.import_targets()
     modeling = importlib.import_module("transformers.modeling_utils")
     if hasattr(modeling, "_get_device_map"):
-        return _planner(load, modeling, "_get_device_map", requests.from_transformers)
+        reader = requests.from_transformers
+        return _planner(load, modeling, "_get_device_map", reader, quantizer)
     return _from_pretrained(load, modeling)
 
 
@@ -64,7 +68,9 @@ def of_diffusers(load: Load) -> Question:
     return asked._replace(attempts=attempts)
 
 
-def _planner(load: Load, modeling: Any, planner: str, read: Callable[..., Any]) -> Question:
+def _planner(
+    load: Load, modeling: Any, planner: str, read: Callable[..., Any], quantizer: Any = None
+) -> Question:
     """Since 4.50 the planner is a function: the model is built once, the planner asked again."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
@@ -76,12 +82,19 @@ def _planner(load: Load, modeling: Any, planner: str, read: Callable[..., Any]) 
             load()
         except _Called as called:
             args, kwargs = called.args_of_call, called.kwargs_of_call
+        except PlanError:
+            raise
         except Exception as error:
             reason = told(error)
             raise PlanError(f"from_pretrained stops before it plans: {reason}") from error
         else:
             raise PlanError("from_pretrained did not ask for a device map; is it a model?")
-    request = read(original_of(getattr(modeling, planner)), *_copied(args, kwargs))
+    installed = original_of(getattr(modeling, planner))
+    if quantizer is not None:
+        bound = inspect.signature(installed).bind(*args, **kwargs)
+        bound.arguments["hf_quantizer"] = quantizer
+        args, kwargs = bound.args, bound.kwargs
+    request = read(installed, *_copied(args, kwargs))
 
     def attempts() -> Dict[str, Attempt]:
         found = {}
@@ -111,6 +124,8 @@ def _from_pretrained(load: Load, modeling: Any) -> Question:
     known = {"rescue": attempt(RUNS["rescue"])}  # whose wrapper knows what was asked
     if not seen:
         error = known["rescue"].error
+        if isinstance(error, PlanError):
+            raise error
         reason = told(error) if error else "it was planned without a device map"
         raise PlanError(f"from_pretrained stops before it plans: {reason}")
 

@@ -49,6 +49,19 @@ def compare(ask: Ask) -> Compared:
     return Compared(list(rows.values()), question, outcome)
 
 
+def as_stored(method: str, packed: Question, plain: Optional[Question]) -> Compared:
+    """A checkpoint as it is stored, and unquantized where the release may load it so."""
+    outcome = search(packed.request)
+    if plain is None:
+        return Compared([], packed, outcome)
+    dtype = str(getattr(plain.request.model, "dtype", "")).replace("torch.", "")
+    rows = [
+        row("stored", f"{method}, as stored", outcome),
+        row("dequantized", f"{dtype}, dequantized", search(plain.request)),
+    ]
+    return Compared(rows, packed, outcome)
+
+
 def _largest(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The first that fits with its scales, else the first that fits, else the smallest."""
     fitting = [bits for bits, row in rows.items() if row["fits"]]

@@ -11,14 +11,21 @@ from functools import wraps
 from typing import Any, Callable, Dict, Iterator, Optional
 
 
+class Construction:
+    """What a model is changed by once its modules are there; None leaves it as it is."""
+
+    change: Optional[Callable[[Any], None]] = None
+
+
 @contextmanager
-def built_once(model_class: Any) -> Iterator[None]:
+def built_once(model_class: Any) -> Iterator[Construction]:
     """While the block runs, `model_class(...)` makes its modules at the first call only."""
     own = "__init__" in vars(model_class)
     installed = model_class.__init__
-    model_class.__init__ = _remembering(installed, model_class)
+    construction = Construction()
+    model_class.__init__ = _remembering(installed, model_class, construction)
     try:
-        yield
+        yield construction
     finally:
         if own:
             model_class.__init__ = installed
@@ -26,7 +33,9 @@ def built_once(model_class: Any) -> Iterator[None]:
             del model_class.__init__
 
 
-def _remembering(installed: Callable[..., None], model_class: Any) -> Callable[..., None]:
+def _remembering(
+    installed: Callable[..., None], model_class: Any, construction: Construction
+) -> Callable[..., None]:
     """An `__init__` that does its work once, and afterwards copies what came of it."""
     built: Optional[Any] = None
 
@@ -35,13 +44,16 @@ def _remembering(installed: Callable[..., None], model_class: Any) -> Callable[.
         nonlocal built
         if type(self) is not model_class:
             installed(self, *args, **kwargs)
-        elif built is None:
+            return
+        if built is None:
             installed(self, *args, **kwargs)
             built = _copied(self, {})
         else:
             self.__dict__.update(_copied(built, {}).__dict__)
             if args and hasattr(self, "config"):
                 self.config = args[0]
+        if construction.change is not None:
+            construction.change(self)
 
     return initialise
 

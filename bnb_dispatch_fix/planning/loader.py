@@ -109,7 +109,10 @@ def _made(loading_class: Any, config: Any) -> Any:
         return loading_class
     mapping = getattr(loading_class, "_model_mapping", None)
     found = None if mapping is None else mapping.get(type(config), None)
-    return None if isinstance(found, (tuple, list)) else found
+    if isinstance(found, (tuple, list)):
+        wanted = getattr(config, "architectures", None) or ()
+        return next((each for each in found if each.__name__ in wanted), found[0])
+    return found
 
 
 def _model_class(job: Mapping[str, Any], config: Any) -> Any:

@@ -116,9 +116,10 @@ class Room:
 class Precision:
     """One of the precisions that were compared; sizes in bytes.
 
-    `name` is "16", "8", "4" or "4dq", as for --bits. It fits where every module has a place on the
-    accelerators; `over` is what bitsandbytes' scales then take beyond the budgets. `devices` are
-    the fewest that hold it; `reason` says why it does not fit.
+    `name` is "16", "8", "4" or "4dq", as for --bits, or "stored" and "dequantized" of a checkpoint
+    that is stored quantized and that the release may load unquantized. It fits where every module
+    has a place on the accelerators; `over` is what bitsandbytes' scales then take beyond the
+    budgets. `devices` are the fewest that hold it; `reason` says why it does not fit.
     """
 
     name: str

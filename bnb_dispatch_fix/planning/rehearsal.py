@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from dataclasses import astuple
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
@@ -23,11 +23,13 @@ from bnb_dispatch_fix.planning import (
     components,
     context,
     loader,
+    needs,
     simulation,
 )
 from bnb_dispatch_fix.planning import runs as planned_runs
-from bnb_dispatch_fix.planning.construction import built_once
+from bnb_dispatch_fix.planning.construction import Construction, built_once
 from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
+from bnb_dispatch_fix.planning.stored import Stored, stored_as
 from bnb_dispatch_fix.wording import bytes_in
 
 
@@ -57,18 +59,62 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
     component = components.settings_of(job)
     free = None if job.get("free") is None else dict(job["free"])
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        calls: Callable[[Any], Callable[[], Any]]
-        if component is None:
-            calls = loader.Loader(job, loader.configuration(job), folder)
-            ask = asking.of_transformers
-            if calls.model_class is not None:
-                stack.enter_context(built_once(calls.model_class))
-        else:
+        if component is not None:
             if job.get("context") is not None:
                 raise PlanError("context: a component of diffusers takes none")
-            calls, ask = components.loader(job, component, folder), asking.of_diffusers
+            calls = components.loader(job, component, folder)
+            stack.enter_context(simulation.simulated_gpus(free))
+            return _answer(job, lambda quantization: asking.of_diffusers(calls(quantization)))
+        config = loader.configuration(job)
+        stored = None if job["quantization"] else _stored(config)
+        loads = loader.Loader(job, config, folder)
+        building = Construction()
+        if loads.model_class is not None:
+            building = stack.enter_context(built_once(loads.model_class))
+        elif stored is not None:
+            raise PlanError(f"{stored.method}: it is not known which class the checkpoint has")
         stack.enter_context(simulation.simulated_gpus(free))
-        return _answer(job, lambda quantization: ask(calls(quantization)))
+        if stored is not None:
+            return _stored_answer(job, stored, loads, building)
+        return _answer(job, lambda quantization: asking.of_transformers(loads(quantization)))
+
+
+def _stored_answer(
+    job: Mapping[str, Any], stored: Stored, loads: loader.Loader, building: Construction
+) -> Dict[str, Any]:
+    """The answer about a checkpoint whose layers are taken from its configuration."""
+    from bnb_dispatch_fix.planning import packed, stand_in  # they need torch, which is there now
+
+    counted: Set[str] = set()
+
+    def ask(_: Any) -> asking.Question:
+        building.change = None
+        return asking.of_transformers(loads(None))
+
+    def compared() -> comparison.Compared:
+        plain = ask(None) if needs.can_dequantize(stored.method) else None
+        building.change = lambda model: counted.update(packed.put_in(model, stored))
+        found = asking.of_transformers(loads(None), stand_in.StandIn(stored))
+        found = found._replace(request=stand_in.in_true_sizes(found.request, stored))
+        return comparison.as_stored(stored.method, found, plain)
+
+    answer = _answer(job, None, compared)
+    dtype = answer["precision"].rpartition(", ")[2]
+    answer["precision"] = f"{stored.method} as stored ({stored.bits}), {dtype}"
+    answer["notes"] = [
+        needs.line(stored.method),
+        *needs.experts(stored, packed.EXPERTS in counted),
+        *answer["notes"],
+    ]
+    return answer
+
+
+def _stored(config: Any) -> Optional[Stored]:
+    """How the checkpoint is stored, taken out of its configuration; None where it is not."""
+    stored = stored_as(getattr(config, "quantization_config", None))
+    if stored is not None:
+        del config.quantization_config
+    return stored
 
 
 def _unread_budgets(job: Mapping[str, Any]) -> str:
@@ -81,8 +127,13 @@ def _unread_budgets(job: Mapping[str, Any]) -> str:
     return "".join(f"; {text}" for text in unread)
 
 
-def _answer(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
-    rows, question, exact = _compared(job, ask)
+def _answer(
+    job: Mapping[str, Any],
+    ask: Optional[comparison.Ask],
+    compare: Optional[Callable[[], comparison.Compared]] = None,
+) -> Dict[str, Any]:
+    """What was asked and answered, as plain data; `ask` takes a quantization, None allows none."""
+    rows, question, exact = _compared(job, ask, compare)
     request, attempts = question.request, question.attempts()
     bnb_dispatch_fix.activate(RUNS["rescue"])
     fine = request._replace(no_split=frozenset()).units()
@@ -107,9 +158,16 @@ def _answer(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
     return {**answer, **context.added(job, request, exact, fine, answer)}
 
 
-def _compared(job: Mapping[str, Any], ask: comparison.Ask) -> comparison.Compared:
+def _compared(
+    job: Mapping[str, Any],
+    ask: Optional[comparison.Ask],
+    compare: Optional[Callable[[], comparison.Compared]],
+) -> comparison.Compared:
     """What there is to compare, and the question that is looked at in detail."""
     try:
+        if compare is not None or ask is None:
+            assert compare is not None  # noqa: S101  # one of them is given
+            return compare()
         if job.get("compare"):
             return comparison.compare(ask)
         question = ask(job["quantization"])

@@ -70,7 +70,8 @@ def as_lines(plan: Plan, width: int) -> List[str]:
     for row in rows:
         head = f"{row.title:{columns[0]}}  {row.needs:>{columns[1]}}  {row.fits:{columns[2]}}  "
         found += wrapped(f"{head}{row.where}".rstrip(), width, len(head))
-    shown = f"Below: {plan.precision}; --bits shows another."
+    another = "" if plan.precisions[0].name == "stored" else "; --bits shows another"
+    shown = f"Below: {plan.precision}{another}."
     return [visible(plan.model), *found, "", *wrapped(shown, width), ""]
 
 
