@@ -29,9 +29,9 @@ def activate(features: "Optional[Iterable[str]]" = None, *, strict: bool = False
     """Patch what is imported, and the rest as soon as it is; safe to call again.
 
     Args:
-        features: names out of "backport", "rescue", "explain"; None means those of the
-            environment variable BNB_DISPATCH_FIX (all, where it is not set). The variable
-            also bounds what can be asked for here.
+        features: names out of "backport", "rescue", "explain", "even"; None means those of the
+            environment variable BNB_DISPATCH_FIX (the first three, where it is not set). The
+            variable also bounds what can be asked for here.
         strict: raise instead of going on.
 
     Raises:

@@ -84,7 +84,7 @@ class Switchboard:
         wanted = (
             switch.allowed
             if features is None
-            else switch.allowed & feature_switch.checked(features)
+            else switch.askable & feature_switch.checked(features)
         )
         if switch.complaint and switch.complaint != self._complaint:
             log_text(logging.WARNING, switch.complaint)
@@ -356,6 +356,9 @@ def _look_at_patch(seam: Seam, patch: Patch, owner: Any, verdict: Verdict) -> Pa
     top = found_at(owner, patch.attribute)
     # Where a package was reloaded its names may lead to the wrapper of the function that is new.
     if type(wrapper_at(top)) is type(patch.wrapper):
+        if verdict.lacks and "backport" not in feature_switch.on():
+            reason = f"{verdict.reason}; only noted for even, backport is off"
+            return _found(seam, "applied", reason, missing=verdict.lacks)
         return _found(seam, "applied", verdict.reason, fixes=verdict.lacks)
     if leads_to_ours(top, patch.attribute):
         return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 VERSION = "0.1.0"
 #: The environment variable; it also bounds what `activate(features)` can ask for.
 SWITCH = "BNB_DISPATCH_FIX"
-FEATURES = ("backport", "rescue", "explain")
+FEATURES = ("backport", "rescue", "explain", "even")
+#: Those that are on where nothing is asked for: `even` changes maps that are accepted.
+DEFAULTS = FEATURES[:3]
 #: Words of BNB_DISPATCH_FIX that switch everything off, whatever stands beside them.
 OFF = ("off", "0", "false", "no", "none", "n", "f", "disable", "disabled", "never", "nothing")
 _ON = ("on", "1", "true", "yes", "all")
@@ -35,8 +37,14 @@ class Switch(tuple):  # type: ignore[type-arg]  # a NamedTuple would load typing
 
     @property
     def allowed(self) -> "FrozenSet[str]":
-        """The features that may be on."""
+        """The features that are on unless the code asks for others."""
         return frozenset(self[1])
+
+    @property
+    def askable(self) -> "FrozenSet[str]":
+        """The features that the code can ask for: all, where the environment chooses none."""
+        chosen = any(word not in _ON for word in _words(self.text.lower()))
+        return self.allowed if chosen else frozenset(FEATURES)
 
     @property
     def complaint(self) -> "Optional[str]":
@@ -69,11 +77,11 @@ def read_switch() -> Switch:
         clear = all(word in OFF for word in words)
         return Switch(text, frozenset(), None if clear else _complaint(text, "", "off"))
     if all(word in _ON for word in words):
-        return Switch(text, frozenset(FEATURES))
+        return Switch(text, frozenset(DEFAULTS))
     parts = [part.strip(" \t\r\n\"'") for part in value.replace(";", ",").split(",")]
     names = frozenset(part for part in parts if part)
     unknown = sorted(names.difference(FEATURES))
-    known = names.intersection(FEATURES) or frozenset(FEATURES)
+    known = names.intersection(FEATURES) or frozenset(DEFAULTS)
     if not unknown and ";" not in value:
         return Switch(text, known)
     wrong = f" {', '.join(unknown)} is no feature;" if unknown else ""

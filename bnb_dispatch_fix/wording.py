@@ -43,6 +43,9 @@ _LOGGER = logging.getLogger("bnb_dispatch_fix")
 LINES: Mapping[str, str] = {
     # INFO (DEBUG for further names of the same function)
     "patched": "patched %s.%s: %s",
+    # INFO
+    "spread": "%s: spread evenly, the fullest device is %s full and was %s: %s",
+    "not spread": "%s: not spread, the map stays: %s",
     # WARNING
     "no matrix": "nothing is patched: %s",
     "not patched": "%s.%s is not patched: %s",
@@ -75,6 +78,8 @@ LINES: Mapping[str, str] = {
     "loads unchecked": "the loads of a device map were not checked: %r",
     "unexplained": "an error is left unexplained: %r",
     "holders unsearched": "nobody looked who else holds the patched functions: %r",
+    "left unspread": "a device map is not spread evenly, it stays as it is: %r",
+    "budgets unnoted": "budgets are not spread evenly, what was asked is not known: %r",
     "disk unexplained": "a model on the disk is left unexplained: %r",
 }
 

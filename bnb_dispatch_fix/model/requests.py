@@ -21,6 +21,7 @@ from bnb_dispatch_fix.model.budgets import (
     reserved_but_unused,
     usable_budgets,
 )
+from bnb_dispatch_fix.model.noted import Balanced, behind
 from bnb_dispatch_fix.model.sizers import Sizer, call_sizer, planners_count_is_true, sizer_for
 from bnb_dispatch_fix.model.units import Units, measure
 from bnb_dispatch_fix.placement.records import Device
@@ -39,7 +40,8 @@ class Request(NamedTuple):
     names of parameters that it leaves without a place where the model does not fit with them;
     `counts_true_sizes` says that its own count of each tensor is that of `sizer`; `call` is the
     installed planner and what it was given, by name, for who wants to ask it again; `refuses` asks
-    a quantizer whose refusals are not known here (see `refuses_offload`) about a map.
+    a quantizer whose refusals are not known here (see `refuses_offload`) about a map; `balanced`
+    is what was asked for the budgets, where they are capped and `strategy` is "".
     """
 
     model: Any
@@ -56,6 +58,7 @@ class Request(NamedTuple):
     counts_true_sizes: bool = False
     call: Optional[Tuple[Callable[..., Any], Mapping[str, Any]]] = None
     refuses: Optional[Callable[[Mapping[str, Device]], bool]] = None
+    balanced: Optional[Balanced] = None
 
     @property
     def is_bitsandbytes(self) -> bool:
@@ -120,6 +123,22 @@ class Measured:
     def units(self) -> Units:
         """See `Request.units`."""
         return self.request.units()
+
+    def as_balanced(self) -> Measured:
+        """The same before the budgets were capped; itself where nobody capped them."""
+        asked = self.request.balanced
+        if asked is None:
+            return self
+        found = Measured(
+            self.request._replace(
+                strategy=asked.strategy,
+                max_memory=asked.max_memory,
+                lone_share=asked.lone_share,
+                balanced=None,
+            )
+        )
+        found.units = self.units
+        return found
 
 
 def is_bitsandbytes(quantizer: Any) -> bool:
@@ -203,7 +222,8 @@ def from_accelerate_bnb(
 def from_accelerate(installed: Installed, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Request:
     """The request in a call of accelerate's `infer_auto_device_map` by its own loader.
 
-    Its budgets are balanced already, by a strategy that is not known here ("").
+    Its budgets are balanced already, by a strategy that is not known here (""), unless it was
+    noted (see noted.py).
     """
     given = inspect.signature(installed).bind(*args, **kwargs).arguments
     model = given["model"]
@@ -217,6 +237,7 @@ def from_accelerate(installed: Installed, args: Tuple[Any, ...], kwargs: Dict[st
         adjust=None,
         sizer=call_sizer(model, given.get("dtype"), given.get("special_dtypes")),
         lone_share=1.0,
+        balanced=behind(model, given.get("max_memory")),
     )
 
 

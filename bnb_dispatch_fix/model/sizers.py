@@ -102,8 +102,9 @@ def _quantizer_sizer(model: Module, quantizer: Quantizer, kept: Optional[Pattern
 
     def size(name: str, tensor: Tensor, owner: Module) -> Storage:
         tensor_class = type(tensor)
-        if tensor_class.__name__ in _FINAL:
-            if _is_final(tensor):
+        mark = _FINAL.get(tensor_class.__name__)
+        if mark is not None:
+            if getattr(tensor, mark, None):
                 return _final_storage(tensor)
             if tensor_class not in held:
                 held[tensor_class] = _quantized(element_size(model, name, tensor))
@@ -217,7 +218,12 @@ def _final_storage(tensor: Tensor) -> Storage:
 
 
 def _with_scales(storage: Storage, tensor: Tensor) -> Storage:
-    return storage._replace(scales=_scales(tensor))
+    return _scaled(storage, _scales(tensor))
+
+
+@lru_cache(maxsize=None)
+def _scaled(storage: Storage, scales: float) -> Storage:
+    return storage._replace(scales=scales)
 
 
 def _scales(tensor: Tensor) -> float:

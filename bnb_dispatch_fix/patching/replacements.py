@@ -10,7 +10,7 @@ from bnb_dispatch_fix.backport import accelerate, dispatch, transformers_v5
 from bnb_dispatch_fix.patching.patches import Handler
 from bnb_dispatch_fix.patching.probe import ProbeResult, probe_balanced_fault, signature_mismatch
 from bnb_dispatch_fix.patching.probe_disk import probe_whole_disk
-from bnb_dispatch_fix.wrappers import diffusers, loading, planners
+from bnb_dispatch_fix.wrappers import balancing, diffusers, loading, planners
 
 #: The installed function, and the arguments of a call of it.
 _Call = Tuple[Callable[..., Any], Tuple[Any, ...], Dict[str, Any]]
@@ -30,7 +30,8 @@ class Replacement(NamedTuple):
     `parameters` are those the installed function must have: all of them and no others where
     it is replaced (`exact`), at least these where it is only wrapped. `helpers` must be
     callable beside it. `probe` runs code of unknown source on a toy model. `touches` tells of
-    a PR whether it matters in a call; one that is not named there matters in all.
+    a PR whether it matters in a call; one that is not named there matters in all. What is asked
+    of one that `is_noted` counts later, too (see wrappers/balancing.py).
     """
 
     function: Callable[..., Any]
@@ -39,6 +40,7 @@ class Replacement(NamedTuple):
     exact: bool = False
     probe: Callable[[Callable[..., Any]], ProbeResult] = probe_balanced_fault
     touches: Mapping[int, Callable[..., bool]] = {}
+    is_noted: bool = False
 
     def matters(self, lacks: Tuple[int, ...], call: _Call) -> bool:
         """Whether what the installed function lacks can change this call's answer.
@@ -74,6 +76,7 @@ REPLACEMENTS: Mapping[str, Replacement] = {
         accelerate.HELPERS,
         exact=True,
         touches={4298: asks_for_low_zero},
+        is_noted=True,
     ),
     "accelerate.dispatch_model": Replacement(
         dispatch.dispatch_model,
@@ -135,4 +138,6 @@ def handler(
                 on_failure(error)
             return result
 
-    return replace if replacement.exact else wrap
+    if not replacement.exact:
+        return wrap
+    return balancing.noted(implementation, replace) if replacement.is_noted else replace

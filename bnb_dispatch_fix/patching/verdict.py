@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple, Optional, Tuple
 
+from bnb_dispatch_fix import features
 from bnb_dispatch_fix.patching.matrix import Matrix, Seam, installed_version, is_readable
 from bnb_dispatch_fix.patching.patches import describe, home_of, patcher_of
 from bnb_dispatch_fix.patching.recognition import source_fingerprint
@@ -107,7 +108,10 @@ def _in_the_way(function: Any, patcher: str) -> str:
 
 
 def _looked_after(seam: Seam, label: str) -> str:
-    return f"{label}: called as it is, with {' and '.join(seam.features)}"
+    on = features.on()
+    names = [name for name in seam.features if name in on] or list(seam.features)
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{label}: called as it is, with {listed}"
 
 
 def _numbers(prs: Tuple[int, ...]) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "Unit",
     "check",
     "device_order",
+    "fits_in_device_order",
     "pack",
 ]
 
@@ -90,6 +91,13 @@ def pack(
             raise SearchFault("; ".join(faults))
         return found
     return _verified(found, units, usable)
+
+
+def fits_in_device_order(units: Sequence[Unit], budgets: Mapping[Device, int]) -> bool:
+    """Tell whether a placement in device order exists; raises ValueError as `pack` does."""
+    usable = [index(budgets[device]) for device in device_order(budgets) if budgets[device] > 0]
+    _checked(units)
+    return Search(units, usable, -1).fits_in_device_order()
 
 
 def _search(

@@ -1,4 +1,7 @@
-"""Around a planner: an exact search where its map would be refused, or where it raised."""
+"""Around a planner: an exact search where its map would be refused, or where it raised.
+
+With `even` on, also where its map is accepted (see spreading.py).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from bnb_dispatch_fix.model.requests import Measured, Request
 from bnb_dispatch_fix.model.search import Outcome, offloads, search
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.wording import amount, cell, log, one_line
+from bnb_dispatch_fix.wrappers import spreading
 from bnb_dispatch_fix.wrappers.contained import contained
 
 #: What planners raise on valid input, and quantizers for a map they refuse. Known so far:
@@ -79,7 +83,7 @@ def around(
     args: Tuple[Any, ...],
     kwargs: Dict[str, Any],
 ) -> Any:
-    """Call a planner; step in only where its answer would be refused."""
+    """Call a planner; step in only where its answer would be refused, or is to be spread."""
     request = _read(read, installed, args, kwargs)
     leave_if_measuring(request)
     if request is None:
@@ -131,8 +135,11 @@ def _answer(
     with contained("plan unread"):
         why = _wrong_with(measured, device_map)
     if why is None:
-        return device_map
+        return spreading.spread(measured, device_map)
     found, outcome = _instead(measured, None, why, device_map)
+    if found is None:
+        better = spreading.spread(measured, device_map)
+        found = None if better is device_map else better
     if found is None and "backport" in features.on():
         if all_on_host(device_map) and request.decided_later:
             return device_map  # refused for sure, and by an error that says what it is about
@@ -219,11 +226,17 @@ def _instead(
     """
     request = measured.request
     try:
-        outcome = search(request, measured)
+        spread = spreading.to_spread(measured)
+        if spread is None:
+            outcome = search(request, measured)
+        else:
+            outcome = search(spread.request, spread, "even")
         if outcome.device_map is not None and "rescue" in features.on():
             if error is not None:
                 _validate(request, outcome.device_map)
             _announce(request, why or _short(error), outcome)
+            if spread is not None:
+                spreading.announce(spread.request, outcome, refused)
             return outcome.device_map, outcome
     except Exception as fault:  # noqa: BLE001  # the installed answer stays
         level = (

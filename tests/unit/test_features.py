@@ -96,3 +96,26 @@ def test_what_it_was_taken_for_is_said(monkeypatch, text, allowed):
 def test_quotes_are_no_part_of_a_name(monkeypatch, text):
     monkeypatch.setenv("BNB_DISPATCH_FIX", text)
     assert features.read_switch().complaint is None
+
+
+@pytest.mark.parametrize("text", [None, "", "on", "all"])
+def test_even_is_never_on_by_default_and_can_be_asked_for(monkeypatch, text):
+    monkeypatch.delenv("BNB_DISPATCH_FIX", raising=False)
+    if text is not None:
+        monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    switch = features.read_switch()
+    assert "even" not in switch.allowed
+    assert switch.askable == {"backport", "rescue", "explain", "even"}
+
+
+@pytest.mark.parametrize("text", ["off", "backport", "backport,rescue,explain", "rescu"])
+def test_what_the_environment_leaves_out_cannot_be_asked_for(monkeypatch, text):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", text)
+    switch = features.read_switch()
+    assert "even" not in switch.askable
+    assert switch.askable == switch.allowed
+
+
+def test_even_is_switched_on_by_name(monkeypatch):
+    monkeypatch.setenv("BNB_DISPATCH_FIX", "backport,Even")
+    assert features.read_switch()[1:] == (frozenset({"backport", "even"}), None)

@@ -105,7 +105,16 @@ def test_what_is_missing_there_and_what_it_is_for(matrix):
         assert seam.implementation in REPLACEMENTS, seam
         assert ("backport" in seam.features) == (name in of), seam
         if name not in (*of, "from_pretrained"):
-            assert seam.features == ("rescue", "explain"), seam
+            assert seam.features == ("rescue", "explain", "even"), seam
+
+
+def test_even_reaches_every_planner_and_the_budgets_that_accelerate_balances(matrix):
+    for seam in matrix.seams:
+        home, _, name = seam.implementation.partition(".")
+        before_4_50 = seam.id == "transformers-v4-loader"
+        wanted = name in (INFER, PLAN, DIFFUSERS_PLAN, "get_quantized_model_device_map")
+        wanted = wanted or before_4_50 or (home, name) == ("accelerate", BALANCED)
+        assert ("even" in seam.features) == wanted, seam
 
 
 def test_whose_function_it_is(matrix):
