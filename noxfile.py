@@ -33,7 +33,7 @@ ROW_SETTINGS = {
 #: What every cell shows; rows with `deep` run all of tests/release.
 CORE = (
     *("from_pretrained", "status", "parity", "parity_accelerate", "probe", "rescue", "orders"),
-    *("one_function", "accelerate_callers", "kinds", "budgets", "old_torch", "true_loads"),
+    *("one_function", "accelerate_callers", "kinds", "budgets", "old_torch", "true_loads", "even"),
 )
 #: Legacy rows show the commands, too.
 LEGACY_PARTS = (*CORE, "plan", "doctor")

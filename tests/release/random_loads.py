@@ -16,6 +16,7 @@ from packaging.version import Version
 from shapes import SHARE, STRATEGIES, TRANSFORMERS, Shape
 
 import bnb_dispatch_fix
+from bnb_dispatch_fix.features import DEFAULTS
 
 #: Of a lone GPU without `max_memory` accelerate before 0.22 plans all, later releases 0.9.
 LONE_SHARE = (
@@ -27,13 +28,17 @@ LONE_SHARE = (
 
 
 class Load(NamedTuple):
-    """What is asked; `max_memory` is None where `free` counts."""
+    """What is asked; `max_memory` is None where `free` counts.
+
+    `even` says whether that feature is on where the shim is.
+    """
 
     shape: Shape
     strategy: str
     max_memory: Optional[dict]
     free: Optional[dict]
     double: bool
+    even: bool = False
 
 
 def random_shape(draw):
@@ -106,27 +111,36 @@ def random_loads(draw, count):
         else:
             given = random_budgets(draw, total)
         double = draw.random() < 0.5
+        even = draw.random() < 0.5
         for strategy in STRATEGIES[:count]:
-            yield Load(shape, strategy, given, free, double)
+            yield Load(shape, strategy, given, free, double, even)
         count -= len(STRATEGIES)
 
 
 def planned(loads, active):
     """The outcomes of the loads, with the shim or without it."""
-    (bnb_dispatch_fix.activate if active else bnb_dispatch_fix.deactivate)()
-    try:
-        return [
-            shapes.plan(
-                load.shape,
-                load.strategy,
-                load.max_memory,
-                load.free,
-                bnb_4bit_use_double_quant=load.double,
-            )
-            for load in loads
-        ]
-    finally:
-        bnb_dispatch_fix.deactivate()
+    found = {}
+    for even in (False, True):
+        if active:
+            bnb_dispatch_fix.activate([*DEFAULTS, "even"] if even else DEFAULTS)
+        else:
+            bnb_dispatch_fix.deactivate()
+        try:
+            found.update((n, plan(load)) for n, load in enumerate(loads) if load.even == even)
+        finally:
+            bnb_dispatch_fix.deactivate()
+    return [found[n] for n in range(len(loads))]
+
+
+def plan(load):
+    """What the installed release does with it."""
+    return shapes.plan(
+        load.shape,
+        load.strategy,
+        load.max_memory,
+        load.free,
+        bnb_4bit_use_double_quant=load.double,
+    )
 
 
 def within(load, outcome):

@@ -13,6 +13,7 @@ pytest.importorskip("diffusers", reason="not every cell has it")
 pytest.importorskip("bitsandbytes", reason="the refusal is of its quantizer")
 
 import diffusers
+import evenness
 import flux
 from cell import run
 from diffusers.models import model_loading_utils, modeling_utils
@@ -167,6 +168,24 @@ def flux_eight(size, name):
         leaf.weight.numel() for leaf in module.modules() if isinstance(leaf, torch.nn.Linear)
     )
     return size + weights // 2
+
+
+@quantized_maps
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_even_spreads_over_the_cards(folder, parts, count):
+    """The best that runs along the model in the order of the cards allow, found by an oracle."""
+    parts = [(name, int(size)) for name, size in parts]  # weights of an even number of elements
+    sizes = [size for _, size in parts]
+    max_memory = {**flux.budgets(sum(sizes), count, 4)}
+    max_memory[0] *= 2
+    usable = {gpu: int(size * 0.9) for gpu, size in max_memory.items() if gpu != "cpu"}
+    best = evenness.smallest_largest_fill(sizes, list(usable.values()))
+    bnb_dispatch_fix.activate()
+    planned = flux.load(folder, device_map="auto", max_memory=dict(max_memory))
+    assert evenness.largest_fill(loads(parts, planned), usable) > best  # or it would show nothing
+    bnb_dispatch_fix.activate(["backport", "rescue", "explain", "even"])
+    answer = flux.load(folder, device_map="auto", max_memory=dict(max_memory))
+    assert evenness.largest_fill(loads(parts, answer), usable) == best
 
 
 @quantized_maps
