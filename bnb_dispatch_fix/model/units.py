@@ -195,7 +195,7 @@ class _Walk:
         self.groups: List[int] = []  # union-find over the drafts: what is tied
         self.unit_of: Dict[int, int] = {}  # id of a unit's module or tensor → its draft
         self.home: Dict[int, int] = {}  # id of a tensor → the first draft that holds it
-        self.counted: Set[int] = set()  # ids of tensors
+        self.counted: Set[int] = set()  # ids of tensors, where copies are tied later
         self.excluded: Dict[str, int] = {}
         # Tied later: name of the copy → name of the source, as transformers 5 declares it.
         self.tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -242,29 +242,37 @@ class _Walk:
 
     def _visit_whole(self, name: str, module: Any) -> None:
         no_placement = self.no_placement if type(module).__name__ in self.no_split else ()
+        home, sizer, plain = self.home, self.sizer, not (no_placement or self.tied)
         index = -1
         stack = [(name, module)]
         while stack:
             path, current = stack.pop()
             parameters, children = current._parameters, current._modules
-            tensors = [*parameters.items(), *current._buffers.items()]
-            dotted = f"{path}." if path and (tensors or children) else ""
-            for leaf, tensor in tensors:
-                if tensor is None:
-                    continue
-                if index < 0:  # a module without tensors is no unit
-                    index = self._unit(name, module)
-                full = dotted + leaf
-                if no_placement and _within(name, full) in no_placement:
-                    self._leave_out(index, full, tensor, current)
-                else:
-                    self._add(index, full, tensor, current)
+            buffers = current._buffers
+            dotted = f"{path}." if path and (parameters or buffers or children) else ""
+            for tensors in (parameters, buffers) if buffers else (parameters,):
+                for leaf, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if index < 0:  # a module without tensors is no unit
+                        index = self._unit(name, module)
+                        elements = self.drafts[index].elements
+                    full = dotted + leaf
+                    if plain and id(tensor) not in home:  # nearly all: `_add` without the calls
+                        home[id(tensor)] = index
+                        storage = sizer(full, tensor, current)
+                        elements[storage] = elements.get(storage, 0) + tensor.numel()
+                    elif no_placement and _within(name, full) in no_placement:
+                        self._leave_out(index, full, tensor, current)
+                    else:
+                        self._add(index, full, tensor, current)
             if children:
                 reverse = reversed(children.items())
                 stack += [(dotted + leaf, child) for leaf, child in reverse if child is not None]
 
     def _add(self, index: int, name: str, tensor: Tensor, owner: Module) -> None:
         key = id(tensor)
+        counted = key in (self.counted if self.tied else self.home)
         first = self.home.setdefault(key, index)
         if first != index:
             self._tie(first, index)
@@ -274,7 +282,7 @@ class _Walk:
             if name in self.tied:
                 self.copies.append((index, name, tensor, owner))
                 return
-        if key not in self.counted:
+        if not counted:
             self._count(index, name, tensor, owner)
 
     def _count(self, index: int, name: str, tensor: Tensor, owner: Module) -> None:
