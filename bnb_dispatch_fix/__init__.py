@@ -92,6 +92,7 @@ def plan(
     batch: int = 1,
     kv_dtype: "Any" = None,
     reserve: "Union[int, str]" = 0,
+    even: bool = False,
 ) -> "Plan":
     """Where a model would go: as installed, with the backport and with rescue.
 
@@ -111,6 +112,7 @@ def plan(
         batch: sequences at once.
         kv_dtype: dtype of keys and values, such as "fp8"; None means what the release has.
         reserve: bytes, or a text such as "1GiB", to be left on each accelerator.
+        even: show the spread with the feature `even`, too, and how even each spread is.
 
     Raises:
         bnb_dispatch_fix.planning.PlanError: an argument cannot be used, or the installed
@@ -129,6 +131,7 @@ def plan(
         batch=batch,
         kv_dtype=kv_dtype,
         reserve=reserve,
+        even=even,
     )
 
 

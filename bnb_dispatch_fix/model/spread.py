@@ -37,18 +37,27 @@ def spread_of(
     if devices is None or not set(devices.values()) <= set(usable):
         return None
     loads = units.loads(device_map)
-    fills = {device: Fraction(load, usable[device]) for device, load in loads.items()}
-    if any(fill > 1 for fill in fills.values()):
+    if fullest(loads, usable) > 1:
         return None
     line = list(devices.values())
-    first = next((device for device in device_order(usable) if device in fills), None)
+    first = next((device for device in device_order(usable) if device in loads), None)
     embedding = next((devices[unit.name] for unit in units.units if unit.is_input_embedding), first)
     return Spread(
         0 if fill_last is None else loads.get(fill_last, 0),
-        max((fill for device, fill in fills.items() if device != fill_last), default=Fraction(0)),
+        fullest(loads, usable, fill_last),
         sum(map(ne, line, islice(line, 1, None))),
         embedding != first,
     )
+
+
+def fullest(
+    loads: Mapping[Device, int],
+    usable: Mapping[Device, int],
+    fill_last: Optional[Device] = None,
+) -> Fraction:
+    """Return the largest load ÷ usable budget of the accelerators but the one filled last."""
+    counted = ((load, usable[d]) for d, load in loads.items() if d in usable and d != fill_last)
+    return max((Fraction(load, budget) for load, budget in counted), default=Fraction(0))
 
 
 def in_device_order(devices: Mapping[str, Device], usable: Mapping[Device, int]) -> bool:

@@ -79,7 +79,7 @@ def _quantized(request: Request, ask: Ask) -> List[Recipe]:
         question = ask(settings)
         if search(question.request).device_map is None:
             continue
-        if question.attempts()["rescue"].error is None:
+        if question.attempts(False)["rescue"].error is None:
             given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
             arguments = f"quantization_config=BitsAndBytesConfig({given})"
             found.append(Recipe(f"{TITLES[bits]} with bitsandbytes", arguments))

@@ -17,17 +17,20 @@ from bnb_dispatch_fix.model.load import read_request
 from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.patching.patches import original_of
 from bnb_dispatch_fix.planning import components, simulation
-from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
+from bnb_dispatch_fix.planning.records import RUNS, PlanError, runs_of, told
 from bnb_dispatch_fix.planning.runs import Attempt
 
 Load = Callable[[], Any]
 
 
 class Question(NamedTuple):
-    """What a planner is asked, and a call for each run's answer."""
+    """What a planner is asked, and a call for each run's answer.
+
+    `attempts` is told whether the run "even" is one of them.
+    """
 
     request: Request
-    attempts: Callable[[], Dict[str, Attempt]]
+    attempts: Callable[[bool], Dict[str, Attempt]]
 
 
 class _Called(BaseException):
@@ -61,9 +64,9 @@ def of_diffusers(load: Load) -> Question:
     with components.gpus():
         asked = _planner(load, modeling, "_determine_device_map", components.request_of)
 
-    def attempts() -> Dict[str, Attempt]:
+    def attempts(even: bool) -> Dict[str, Attempt]:
         with components.gpus():
-            return asked.attempts()
+            return asked.attempts(even)
 
     return asked._replace(attempts=attempts)
 
@@ -96,9 +99,9 @@ def _planner(
         args, kwargs = bound.args, bound.kwargs
     request = read(installed, *_copied(args, kwargs))
 
-    def attempts() -> Dict[str, Attempt]:
+    def attempts(even: bool) -> Dict[str, Attempt]:
         found = {}
-        for name, features in RUNS.items():
+        for name, features in runs_of(even).items():
             bnb_dispatch_fix.activate(features)
             fresh_args, fresh_kwargs = _copied(args, kwargs)
             ask = partial(getattr(modeling, planner), *fresh_args, **fresh_kwargs)
@@ -129,8 +132,10 @@ def _from_pretrained(load: Load, modeling: Any) -> Question:
         reason = told(error) if error else "it was planned without a device map"
         raise PlanError(f"from_pretrained stops before it plans: {reason}")
 
-    def attempts() -> Dict[str, Attempt]:
-        return {name: known.get(name) or attempt(RUNS[name]) for name in RUNS}
+    def attempts(even: bool) -> Dict[str, Attempt]:
+        return {
+            name: known.get(name) or attempt(features) for name, features in runs_of(even).items()
+        }
 
     return Question(seen[-1], attempts)
 

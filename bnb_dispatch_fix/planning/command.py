@@ -66,6 +66,9 @@ def add_arguments(subparsers: Any) -> None:
         "--kv-dtype", metavar="DTYPE", help=f"of keys and values: {', '.join(KV_DTYPES)}"
     )
     parser.add_argument("--reserve", metavar="SIZE", help="to be left on each device, as 1GiB")
+    parser.add_argument(
+        "--even", action="store_true", help="with the feature even, too, and how even each is"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a picture to FILE")
     parser.add_argument(
@@ -134,6 +137,8 @@ def job(arguments: argparse.Namespace) -> Dict[str, Any]:
     found.update(asked_room(*asked, options=True))
     if arguments.bits is None and not own:
         found["compare"] = True
+    if arguments.even:
+        found["even"] = True
     if arguments.trust_remote_code:
         found["trust_remote_code"] = True
     if arguments.max_memory is None:

@@ -15,6 +15,7 @@ from bnb_dispatch_fix.planning import table
 from bnb_dispatch_fix.planning.page import PAGE, STYLE
 from bnb_dispatch_fix.planning.records import Change, DeviceLoad, Fewer, Plan, Run
 from bnb_dispatch_fix.planning.terminal import (
+    evenness_text,
     groups_of_equal_runs,
     headline,
     mostly_unquantized,
@@ -40,7 +41,12 @@ _BESIDE: Mapping[str, str] = {
     "working": "working memory, at most",
     "reserve": "reserve",
 }
-_NAMES = {"release": "as installed", "backport": "with the backport", "rescue": "with rescue"}
+_NAMES = {
+    "release": "as installed",
+    "backport": "with the backport",
+    "rescue": "with rescue",
+    "even": "with even",
+}
 
 
 def escape(text: str) -> str:
@@ -158,7 +164,17 @@ def _panel(plan: Plan, run: Run, names: Tuple[str, ...], scale: int) -> str:
     return (
         f'<section class="panel {tone}"><h2>{escape(release)} {escape(what)}'
         f'<span class="badge">{escape(outcome_text(run))}</span></h2>'
-        f"{''.join(rows)}{error}</section>"
+        f"{''.join(rows)}{_evenness(run)}{error}</section>"
+    )
+
+
+def _evenness(run: Run) -> str:
+    """How much more than the best the fullest device holds; nothing where nobody asked."""
+    if run.evenness is None:
+        return ""
+    return (
+        f'<p class="modules">{evenness_text(run)}: what the fullest device holds of its budget, '
+        "divided by the least that it can be</p>"
     )
 
 

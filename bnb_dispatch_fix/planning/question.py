@@ -1,8 +1,9 @@
 """`bnb_dispatch_fix.plan(...)`: where a model would go, without its weights and without a GPU.
 
 The model is built on the meta device and handed to the planner of the installed release, three
-times: as it is, with the backport, with rescue. That happens in a process of its own (see
-rehearsal.py), because it pretends that there are GPUs and switches features on and off.
+times: as it is, with the backport, with rescue; where it is asked for, with even. That happens in a
+process of its own (see rehearsal.py), because it pretends that there are GPUs and switches features
+on and off.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def plan(
     batch: int = 1,
     kv_dtype: Any = None,
     reserve: Union[int, str] = 0,
+    even: bool = False,
 ) -> Plan:
     """What `bnb_dispatch_fix.plan` does; see there."""
     job = {
@@ -64,6 +66,8 @@ def plan(
     }
     if trust_remote_code:
         job["trust_remote_code"] = True
+    if even:
+        job["even"] = True
     if max_memory is None:
         job["free"] = free_memory()
     return rehearse(job)
@@ -123,6 +127,7 @@ def _run(entry: Mapping[str, Any]) -> Run:
         entry["error"],
         _as_dict(entry["device_map"]),
         _loads(entry["devices"]),
+        entry.get("evenness"),
     )
 
 

@@ -14,7 +14,13 @@ RUNS: Mapping[str, Tuple[str, ...]] = {
     "release": (),
     "backport": ("backport",),
     "rescue": ("backport", "rescue"),
+    "even": ("backport", "rescue", "even"),
 }
+
+
+def runs_of(even: bool) -> Mapping[str, Tuple[str, ...]]:
+    """Those that are asked; "even" only where somebody wants to see it."""
+    return {name: features for name, features in RUNS.items() if even or name != "even"}
 
 
 #: Of `Plan.as_dict()`, see docs/plan-schema.json; it changes when a key changes or goes.
@@ -74,6 +80,10 @@ class Run:
     `outcome` is "loads" (everything on accelerators), "offloads" (accepted, with modules on the
     CPU or the disk), "overfull" (accepted, with more bytes on a device than the caller gave it),
     "refused" (a map was made, and an error raised) or "fails" (an error, no map).
+
+    `evenness` is the largest part of a usable budget in use, divided by the smallest that the
+    largest can be in device order: 1.0 is as even as can be. None where it was not asked for,
+    something is on the CPU or the disk, or no placement is in device order.
     """
 
     name: str
@@ -81,6 +91,7 @@ class Run:
     error: Optional[str]
     device_map: Optional[Dict[str, Device]]
     devices: Tuple[DeviceLoad, ...]
+    evenness: Optional[float] = None
 
     @property
     def offloaded(self) -> int:

@@ -22,6 +22,7 @@ from bnb_dispatch_fix.planning import (
     comparison,
     components,
     context,
+    evenness,
     loader,
     needs,
     simulation,
@@ -51,7 +52,8 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
             checkpoint may run; "max_memory" as pairs of device and budget,
             or None, with "free" bytes as pairs; "compare" where precisions are to be compared, in
             place of "quantization"; "label" and "since" for examples; "context", "batch",
-            "kv_dtype" and "reserve" (bytes) where it is to run, too.
+            "kv_dtype" and "reserve" (bytes) where it is to run, too; "even" where
+            that planner is asked, too.
 
     Raises:
         PlanError: the model cannot be built, or the budgets cannot be read.
@@ -64,7 +66,7 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
                 raise PlanError("context: a component of diffusers takes none")
             calls = components.loader(job, component, folder)
             stack.enter_context(simulation.simulated_gpus(free))
-            return _answer(job, lambda quantization: asking.of_diffusers(calls(quantization)))
+            return _asked(job, lambda quantization: asking.of_diffusers(calls(quantization)))
         config = loader.configuration(job)
         stored = None if job["quantization"] else _stored(config)
         loads = loader.Loader(job, config, folder)
@@ -76,7 +78,19 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
         stack.enter_context(simulation.simulated_gpus(free))
         if stored is not None:
             return _stored_answer(job, stored, loads, building)
-        return _answer(job, lambda quantization: asking.of_transformers(loads(quantization)))
+        return _asked(job, lambda quantization: asking.of_transformers(loads(quantization)))
+
+
+def _asked(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
+    """The answer about a checkpoint that is quantized as the job says, or in each way."""
+
+    def compared() -> comparison.Compared:
+        if job.get("compare"):
+            return comparison.compare(ask)
+        question = ask(job["quantization"])
+        return comparison.Compared([], question, search(question.request))
+
+    return _answer(job, compared, ask)
 
 
 def _stored_answer(
@@ -98,7 +112,7 @@ def _stored_answer(
         found = found._replace(request=stand_in.in_true_sizes(found.request, stored))
         return comparison.as_stored(stored.method, found, plain)
 
-    answer = _answer(job, None, compared)
+    answer = _answer(job, compared)
     dtype = answer["precision"].rpartition(", ")[2]
     answer["precision"] = f"{stored.method} as stored ({stored.bits}), {dtype}"
     answer["notes"] = [
@@ -129,18 +143,20 @@ def _unread_budgets(job: Mapping[str, Any]) -> str:
 
 def _answer(
     job: Mapping[str, Any],
-    ask: Optional[comparison.Ask],
-    compare: Optional[Callable[[], comparison.Compared]] = None,
+    compare: Callable[[], comparison.Compared],
+    ask: Optional[comparison.Ask] = None,
 ) -> Dict[str, Any]:
-    """What was asked and answered, as plain data; `ask` takes a quantization, None allows none."""
-    rows, question, exact = _compared(job, ask, compare)
-    request, attempts = question.request, question.attempts()
+    """What was asked and answered, as plain data; `ask` takes another quantization, if any."""
+    rows, question, exact = _compared(job, compare)
+    request, attempts = question.request, question.attempts(bool(job.get("even")))
     bnb_dispatch_fix.activate(RUNS["rescue"])
     fine = request._replace(no_split=frozenset()).units()
     runs = [
         planned_runs.describe_run(name, attempt, exact.units, fine, exact.budgets)
         for name, attempt in attempts.items()
     ]
+    if job.get("even"):
+        evenness.add(request, runs)
     answer = {
         "model": job.get("label") or type(request.model).__name__,
         "versions": components.versions(request),
@@ -159,19 +175,11 @@ def _answer(
 
 
 def _compared(
-    job: Mapping[str, Any],
-    ask: Optional[comparison.Ask],
-    compare: Optional[Callable[[], comparison.Compared]],
+    job: Mapping[str, Any], compare: Callable[[], comparison.Compared]
 ) -> comparison.Compared:
     """What there is to compare, and the question that is looked at in detail."""
     try:
-        if compare is not None or ask is None:
-            assert compare is not None  # noqa: S101  # one of them is given
-            return compare()
-        if job.get("compare"):
-            return comparison.compare(ask)
-        question = ask(job["quantization"])
-        return comparison.Compared([], question, search(question.request))
+        return compare()
     except PlanError as error:
         raise PlanError(f"{error}{_unread_budgets(job)}") from error
     except (ValueError, KeyError, TypeError) as error:

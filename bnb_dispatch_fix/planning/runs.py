@@ -74,13 +74,17 @@ def verdict(
     exact: Optional[Dict[str, Device]],
     runs: List[Dict[str, Any]],
 ) -> Dict[str, Any]:
-    """Whether the model fits, why, and the device map to use."""
-    loading = next((run for run in runs if run["outcome"] == "loads"), None)
-    if loading is not None:
+    """Whether the model fits, why, and the device map to use: where it loads, the even one."""
+    loading = {run["name"]: run for run in runs if run["outcome"] == "loads"}
+    if loading:
+        first = next(iter(loading))
+        even = ""
+        if "even" in loading and first != "even":
+            even = "; spread evenly with the device_map below"
         return {
             "fits": True,
-            "verdict": _HELP[loading["name"]],
-            "device_map": loading["device_map"],
+            "verdict": f"{_HELP[first]}{even}",
+            "device_map": loading.get("even", loading[first])["device_map"],
         }
     if isinstance(result, Placement):
         pairs = None if exact is None else list(exact.items())
@@ -92,4 +96,5 @@ _HELP = {
     "release": "fits, and the installed release places it by itself",
     "backport": "fits with the backport",
     "rescue": "fits with rescue",
+    "even": "fits with even",
 }

@@ -23,6 +23,7 @@ from bnb_dispatch_fix.wording import (
 )
 
 _BAR = 10
+_LEAST_BAR = 4
 #: Columns of text, at most; the table may be wider where there is no terminal, or a wide one.
 _WIDTH = 96
 #: More than this share not quantized is said first.
@@ -67,7 +68,13 @@ def versions_line(plan: Plan) -> str:
 def run_names(plan: Plan) -> Dict[str, str]:
     """What each run is called."""
     release = plan.release
-    return {"release": release, "backport": "with backport", "rescue": "with rescue"}
+    features = [run.name for run in plan.runs if run.name != "release"]
+    return {"release": release, **{name: f"with {name}" for name in features}}
+
+
+def evenness_text(run: Run) -> str:
+    """How even its spread is, 1.00 being the best; empty where nobody asked or it is not known."""
+    return "" if run.evenness is None else f"evenness {run.evenness:.2f}"
 
 
 def outcome_text(run: Run) -> str:
@@ -85,28 +92,28 @@ def outcome_text(run: Run) -> str:
     }[run.outcome]
 
 
-def device_rows(plan: Plan) -> List[Tuple[Device, Optional[int], List[Cell]]]:
-    """For each device: its usable bytes, and a cell for each run."""
+def device_rows(plan: Plan, bar: int = _BAR) -> List[Tuple[Device, Optional[int], List[Cell]]]:
+    """For each device: its usable bytes, and a cell for each run; `bar` is a bar's width."""
     loads = [{load.device: load for load in run.devices} for run in plan.runs]
     rows = []
     for device in dict.fromkeys(load.device for run in plan.runs for load in run.devices):
-        known = [placed[device] for placed in loads if device in placed]
-        cells = [_cell(placed.get(device), run) for placed, run in zip(loads, plan.runs)]
+        known = [table[device] for table in loads if device in table]
+        cells = [_cell(table.get(device), run, bar) for table, run in zip(loads, plan.runs)]
         rows.append((device, known[0].usable, cells))
     return rows
 
 
-def _cell(load: Optional[DeviceLoad], run: Run) -> Cell:
+def _cell(load: Optional[DeviceLoad], run: Run, bar: int) -> Cell:
     if load is None or run.device_map is None:
-        return Cell(" " * _BAR, "", "empty")
+        return Cell(" " * bar, "", "empty")
     if load.placed == 0:
-        return Cell("░" * _BAR, gib(0), "empty")
-    full = _BAR if not load.usable else min(_BAR, round(_BAR * load.placed / load.usable))
+        return Cell("░" * bar, gib(0), "empty")
+    full = bar if not load.usable else min(bar, round(bar * load.placed / load.usable))
     full = max(full, 1)
     off = load.device in HOST
     over = load.free is not None and load.free < 0
     tone = "bad" if off or over else "good" if run.outcome in ("loads", "offloads") else "plain"
-    return Cell("█" * full + "░" * (_BAR - full), gib(load.placed), tone)
+    return Cell("█" * full + "░" * (bar - full), gib(load.placed), tone)
 
 
 def module_lines(run: Run, width: int = _WIDTH) -> List[str]:
@@ -137,9 +144,10 @@ def _short(part: Part) -> str:
 
 
 def shown_run(plan: Plan) -> Run:
-    """The run whose modules are listed: the first that loads, else the last that has a map."""
+    """The run whose modules are listed: the even one, the first that loads, else the last map."""
     with_map = [run for run in plan.runs if run.device_map is not None]
     loading = [run for run in with_map if run.outcome == "loads"]
+    loading = [run for run in loading if run.name == "even"] or loading
     return next(iter(loading or with_map[::-1]), plan.runs[-1])
 
 
@@ -176,12 +184,22 @@ _BEFORE_CELLS, _GAP = 18, 3
 def _cell_width(plan: Plan, width: Optional[int], digits: int) -> int:
     """How wide a run's column is: as its longest text, or what the terminal has for it."""
     names = [*run_names(plan).values(), *(outcome_text(run) for run in plan.runs)]
-    bars = _BAR + 1 + digits
+    names += [evenness_text(run) for run in plan.runs]
+    bars = _bar_width(plan, width, digits) + 1 + digits
     natural = max(bars, *map(len, names))
-    if width is None:
-        return natural
-    room = (width - _BEFORE_CELLS - _GAP * (len(plan.runs) - 1)) // len(plan.runs)
-    return max(bars, min(natural, room))
+    return natural if width is None else max(bars, min(natural, _room(plan, width)))
+
+
+def _room(plan: Plan, width: int) -> int:
+    """How many columns of a terminal there are for each run."""
+    return (width - _BEFORE_CELLS - _GAP * (len(plan.runs) - 1)) // len(plan.runs)
+
+
+def _bar_width(plan: Plan, width: Optional[int], digits: int) -> int:
+    """How wide a bar is: narrower only where four runs are side by side on a narrow terminal."""
+    if width is None or len(plan.runs) < 4:
+        return _BAR
+    return min(_BAR, max(_LEAST_BAR, _room(plan, width) - 1 - digits))
 
 
 def _digits(plan: Plan) -> int:
@@ -193,11 +211,13 @@ def _table(plan: Plan, width: Optional[int], digits: int) -> List[Row]:
     cell_width = _cell_width(plan, width, digits)
     names = [(name, "name") for name in run_names(plan).values()]
     rows = _texts("GiB", "usable", names, cell_width)
-    for device, usable, cells in device_rows(plan):
+    for device, usable, cells in device_rows(plan, _bar_width(plan, width, digits)):
         bars = (cell._replace(number=f"{cell.number:>{digits}}") for cell in cells)
         rows.append(Row(device_name(device), gib(usable), tuple(bars)))
     outcomes = [(outcome_text(run), _tone(run)) for run in plan.runs]
-    return rows + _texts("", "", outcomes, cell_width)
+    rows += _texts("", "", outcomes, cell_width)
+    evenness = [(evenness_text(run), "plain") for run in plan.runs]
+    return rows + (_texts("", "", evenness, cell_width) if any(dict(evenness)) else [])
 
 
 def _texts(name: str, usable: str, texts: Sequence[Tuple[str, str]], width: int) -> List[Row]:

@@ -13,7 +13,7 @@ from bnb_dispatch_fix import features
 from bnb_dispatch_fix.model.load import remember
 from bnb_dispatch_fix.model.requests import Measured, Request
 from bnb_dispatch_fix.model.search import Outcome, filled_last, most_even, overfilled
-from bnb_dispatch_fix.model.spread import devices_of, in_device_order, spread_of
+from bnb_dispatch_fix.model.spread import devices_of, fullest, in_device_order, spread_of
 from bnb_dispatch_fix.placement.records import Device, Kind, Placement
 from bnb_dispatch_fix.wording import HOST, amount, device_name, gib, log
 from bnb_dispatch_fix.wrappers.contained import contained
@@ -128,9 +128,8 @@ def _parts(request: Request, outcome: Outcome, device_map: Mapping[str, Device])
     usable = outcome.budgets.accelerators
     last = filled_last(request, usable)
     loads = outcome.units.loads(device_map)
-    fills = [load / usable[d] for d, load in loads.items() if d in usable and d != last]
-    if fills:
-        yield f"{max(fills):.0%}"
+    if any(device in usable and device != last for device in loads):
+        yield f"{float(fullest(loads, usable, last)):.0%}"
     for device in HOST:
         if device in loads:
             yield f"{amount(loads[device])} on the {device_name(device)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="plans real modules: needs torch")
@@ -10,6 +12,7 @@ pytest.importorskip("bitsandbytes", reason="most models here are quantized by it
 import evenness
 import shapes
 from shapes import LISTED, SHARE, STRATEGIES, Shape
+from transformers import LlamaConfig
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix.planning.simulation import (
@@ -174,6 +177,40 @@ def test_from_pretrained_plans_a_llama_evenly(tmp_path):
     }
     assert alone["model.embed_tokens"] == ["model.embed_tokens"]
     assert alone["lm_head"] == ["lm_head"]
+
+
+# --- the plan ---------------------------------------------------------------------------------
+
+
+def test_a_plan_says_how_even_each_spread_is():
+    """A Llama in 16 bits; its parts in bytes are counted here, by hand."""
+    hidden, wide, tokens = 512, 1024, 8192
+    config = LlamaConfig(
+        vocab_size=tokens,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        torch_dtype="float16",
+    )
+    block = 2 * (4 * hidden * hidden + 3 * hidden * wide + 2 * hidden)
+    sizes = [2 * tokens * hidden, *[block] * 12, 2 * hidden, 2 * tokens * hidden]
+    budgets = {0: sum(sizes), 1: sum(sizes) // 3, 2: sum(sizes) // 2}
+    found = bnb_dispatch_fix.plan(config, max_memory=budgets, even=True)
+    best = evenness.smallest_largest_fill(sizes, list(budgets.values()))
+    assert [run.name for run in found.runs] == ["release", "backport", "rescue", "even"]
+    assert found.runs[3].evenness == 1
+    assert found.device_map == found.runs[3].device_map
+    for run in found.runs:
+        assert run.outcome == "loads"
+        fullest = max(load.placed / load.usable for load in run.devices if load.device in budgets)
+        assert run.evenness == pytest.approx(fullest / float(best), rel=0.005)  # rotary tables
+    assert found.runs[0].evenness > 1
+    assert bnb_dispatch_fix.plan(config, max_memory=budgets).runs == tuple(
+        replace(run, evenness=None) for run in found.runs[:3]
+    )
 
 
 # --- accelerate's own callers -------------------------------------------------------------------

@@ -8,6 +8,7 @@ from bnb_dispatch_fix.model.layout import Part
 from bnb_dispatch_fix.planning.records import Change, DeviceLoad, Fewer, Plan, Precision, Room, Run
 
 GIB = 2**30
+FEATURES = ("backport", "rescue")
 EMBED = Part("model.embed_tokens", GIB, 0)
 NORM = Part("model.norm", 0, 0)
 #: A name that would break out of HTML if it were not escaped.
@@ -67,7 +68,7 @@ def plan(**changes):
         "total": 9 * GIB // 2,
         "quantized": 3 * GIB,
         "largest": (Part("model.layers.*.mlp", 3 * GIB, 3 * GIB, 12), EMBED, HEAD),
-        "runs": (run_before(), run_after("backport"), run_after("rescue")),
+        "runs": (run_before(), *map(run_after, FEATURES)),
         "fits": True,
         "verdict": "fits with the backport",
         "device_map": AFTER,
@@ -76,7 +77,7 @@ def plan(**changes):
 
 
 def plan_that_does_not_fit():
-    runs = tuple(run_before(name) for name in ("release", "backport", "rescue"))
+    runs = tuple(run_before(name) for name in ("release", *FEATURES))
     verdict = "needs 4.50 GiB, usable 3.60 GiB: short by 0.90 GiB"
     return plan(runs=runs, fits=False, verdict=verdict, device_map=None)
 
@@ -132,3 +133,15 @@ def plan_with_recipes():
 
 def plan_on_fewer():
     return plan(fewer=Fewer((0,), 'max_memory={0: "4GiB"}'))
+
+
+#: The embedding alone, everything else on the other GPU: two thirds of what is usable there.
+EVEN = {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, HEAD.name: 1}
+
+
+def plan_with_even():
+    """With a fourth run; the others that load hold 1.5 times the best on the fullest GPU."""
+    devices = (load(0, EMBED), load(1, blocks(0, 11), NORM, HEAD))
+    runs = [run_before(), *(replace(run_after(name), evenness=1.5) for name in FEATURES)]
+    runs.append(Run("even", "loads", None, EVEN, devices, 1.0))
+    return plan(runs=tuple(runs), device_map=EVEN)

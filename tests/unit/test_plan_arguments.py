@@ -16,7 +16,7 @@ from bnb_dispatch_fix import child
 from bnb_dispatch_fix.cli import main
 from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
-from bnb_dispatch_fix.planning import PlanError, checkpoint
+from bnb_dispatch_fix.planning import PlanError, checkpoint, question
 from bnb_dispatch_fix.planning import command as plan_command
 from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
 from bnb_dispatch_fix.planning.examples import EXAMPLES
@@ -152,6 +152,14 @@ def test_the_command_answers_with_its_exit_code(asked, capsys):
     assert main([*command, "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out[captured.out.index("\n{") :])["fits"] is True
+
+
+def test_even_is_asked_for_where_it_is_wanted(asked, capsys, monkeypatch):
+    command = ["plan", "--example", "llama-3-8b", "--max-memory", "2x4GiB"]
+    assert main([*command, "--even"]) == main(command) == 0
+    monkeypatch.setattr(question, "rehearse", plan_command.rehearse)
+    bnb_dispatch_fix.plan("folder", max_memory={0: 5}, even=True)
+    assert [job.get("even") for job in asked] == [True, None, True]
 
 
 def test_the_job_says_what_the_options_say(asked, capsys):

@@ -32,6 +32,7 @@ PLANS = {
     "compares": plans.plan_that_compares(),
     "recipes": plans.plan_with_recipes(),
     "fewer": plans.plan_on_fewer(),
+    "even": plans.plan_with_even(),
     "room": plans.plan(room=plans.room()),
 }
 

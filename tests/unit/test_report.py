@@ -144,6 +144,27 @@ def test_a_terminal_of_its_width(monkeypatch, columns, rich):
     ]
 
 
+@pytest.mark.parametrize("columns", [None, 80, 120])
+def test_even_is_a_fourth_column_with_a_number_for_each(columns):
+    text = report.as_text(plans.plan_with_even(), columns)
+    lines = text.splitlines()
+    assert columns is None or max(map(len, lines)) <= columns
+    (names,) = (line for line in lines if "with rescue" in line and "usable" in line)
+    assert names.rstrip().endswith("with even")
+    (numbers,) = (line.split() for line in lines if "evenness" in line)
+    assert numbers == ["evenness", "1.50", "evenness", "1.50", "evenness", "1.00"]
+    assert "Modules, with even:" in lines
+    assert '    "model.layers": 1,' in lines
+    row = next(line for line in lines if line.startswith("GPU 1")).split()
+    assert row[4::2] == ["3.50", "2.50", "2.50", "3.50"]
+
+
+def test_without_even_no_number_is_shown():
+    assert "evenness" not in report.as_text(plans.plan())
+    assert "evenness" not in picture.as_html(plans.plan())
+    assert [run["evenness"] for run in plans.plan().as_dict()["runs"]] == [None] * 3
+
+
 @pytest.mark.parametrize("plain", ["NO_COLOR", "pipe"])
 def test_no_colours_where_none_are_welcome(monkeypatch, plain):
     monkeypatch.setenv("NO_COLOR", "1")
@@ -303,6 +324,13 @@ def test_the_page_shows_before_and_after():
     assert "Fits with the backport" in visible
 
 
+def test_the_page_shows_the_even_spread_and_how_even_each_is():
+    visible = " ".join(Page(picture.as_html(plans.plan_with_even())).texts)
+    assert "with even" in visible
+    assert visible.count("evenness 1.50: ") == 1  # two planners that come to the same
+    assert visible.count("evenness 1.00: ") == 1
+
+
 def test_bars_are_to_scale():
     text = picture.as_html(plans.plan())
     widths = re.findall(r'<rect class="leaf" x="0.00" y="0" width="([\d.]+)"', text)
@@ -426,3 +454,9 @@ def test_verdicts():
         "device_map": None,
     }
     assert runs_of.verdict(GaveUp(7), None, runs[:1])["fits"] is False
+    even = {"name": "even", "outcome": "loads", "device_map": [("a", 0), ("b", 1)]}
+    assert runs_of.verdict(impossible, None, [*runs, even]) == {
+        "fits": True,
+        "verdict": "fits with the backport; spread evenly with the device_map below",
+        "device_map": even["device_map"],
+    }
