@@ -46,6 +46,8 @@ DIFFUSERS = ("from_pretrained", "status", "diffusers")
 #: Rows with `quantizers` have others beside bitsandbytes installed.
 QUANTIZERS = ("from_pretrained", "status", "other_quantizers", "prequantized")
 
+#: Its planner spreads, too; benchmarks run it beside `even`.
+PEER = "unsloth_zoo==2026.10.9"
 #: The wheel of this run, once it is built.
 BUILT: list[str] = []
 #: By Python: the site-packages of the cell before, with the byte code that its run has left.
@@ -279,6 +281,17 @@ def bench(session: nox.Session, row: Row) -> None:
     session.run("python", "tests/benchmarks/loadability.py", str(results / f"{name(row)}.json"))
     found = sorted(str(path) for path in results.glob("*.json"))
     session.run("python", "tests/benchmarks/loadability.py", "--table", *found)
+    even_spread(session, row)
+
+
+def even_spread(session: nox.Session, row: Row) -> None:
+    """The part of `bench` about `even`; beside a peer's planner, where that can be installed."""
+    session.install("--quiet", "--no-deps", PEER, success_codes=range(256), silent=True)
+    results = RESULTS / "even"
+    script = "tests/benchmarks/even_spread.py"
+    session.run("python", script, str(results / f"{name(row)}.json"))
+    found = sorted(str(path) for path in results.glob("*.json"))
+    session.run("python", script, "--table", *found)
 
 
 @nox.session
