@@ -1,19 +1,24 @@
-"""The demo: one checkpoint, one `from_pretrained`, without and with the shim, side by side.
+"""The demo: one checkpoint, one `from_pretrained`, without the shim, with it, and with even.
 
-Each run is a process of its own, because the shim activates on import. Budgets are given through
-`max_memory`, GPUs and network are not needed (see simulation.py for what stands in).
+Without and with the shim is a process of its own, because it activates on import. Budgets are given
+through `max_memory`, GPUs and network are not needed (see simulation.py for what stands in).
 """
 
 from __future__ import annotations
 
+import json
+import math
 import platform
+import struct
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any, Dict, List, Mapping, Tuple
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
-from bnb_dispatch_fix.features import SWITCH
+from bnb_dispatch_fix.features import DEFAULTS, SWITCH, is_off
+from bnb_dispatch_fix.model.layout import device_of
 from bnb_dispatch_fix.patching.matrix import installed_versions
 from bnb_dispatch_fix.placement.records import Device
 from bnb_dispatch_fix.planning import simulation
@@ -45,6 +50,8 @@ def run_demo() -> int:
     )
     say("\n".join(["Without the shim", *_report(without)]))
     say("\n".join(["\nWith `import bnb_dispatch_fix`", *_report(with_shim)]))
+    if with_shim.get("loads"):
+        say("\n".join(["\nWith `even` on as well: MiB on each GPU", *_spreads(with_shim)]))
     say("\n" + _conclusion(without, with_shim))
     return 0 if with_shim["loads_on_gpus"] else 1
 
@@ -61,10 +68,12 @@ def _run_child(switch: str) -> Dict[str, Any]:
 
 
 def load(_: Any) -> None:
-    """In the child: one load; the environment decides whether the shim is active."""
+    """In the child: the load, and again with even; the environment may switch the shim off."""
     with tempfile.TemporaryDirectory() as folder:
         simulation.build_checkpoint(folder)
         outcome = simulation.plan_checkpoint(folder, simulation.EIGHT_SMALL_GPUS)
+        applied = _applied()
+        loads = [] if is_off() else [_loads(folder, each) for each in (outcome, _evenly(folder))]
     versions = installed_versions()  # bitsandbytes itself tells its own only since 0.42
     answer = {
         "versions": [
@@ -74,21 +83,60 @@ def load(_: Any) -> None:
         "device_map": outcome.device_map,
         "error": outcome.error and one_line(outcome.error, _ERROR_WIDTH),
         "loads_on_gpus": outcome.loads_on_gpus,
-        "applied": [
-            (f"{patch.module.partition('.')[0]}'s {patch.attribute}", list(patch.fixes))
-            for patch in bnb_dispatch_fix.status().patches
-            if patch.state == "applied" and patch.fixes
-        ],
+        "applied": applied,
+        "loads": loads if all(loads) else [],
     }
     child.answer(answer)
 
 
-def _report(answer: Mapping[str, Any]) -> List[str]:
-    lines = [
-        f"  repaired {name} ({', '.join(f'#{fix}' for fix in fixes)})"
-        for name, fixes in answer["applied"]
+def _applied() -> List[Tuple[str, str, List[int]]]:
+    """Function, package and PRs of what was repaired."""
+    return [
+        (patch.attribute, patch.module.partition(".")[0], list(patch.fixes))
+        for patch in bnb_dispatch_fix.status().patches
+        if patch.state == "applied" and patch.fixes
     ]
-    lines = list(dict.fromkeys(lines))  # one function may be called under several names
+
+
+def _evenly(folder: str) -> simulation.Outcome:
+    bnb_dispatch_fix.activate([*DEFAULTS, "even"])
+    return simulation.plan_checkpoint(folder, simulation.EIGHT_SMALL_GPUS)
+
+
+def _loads(folder: str, outcome: simulation.Outcome) -> List[float]:
+    """MiB on each GPU, counted from the checkpoint: what is linear in a layer takes 4 bits."""
+    if not outcome.loads_on_gpus:
+        return []
+    loads = dict.fromkeys(range(len(simulation.EIGHT_SMALL_GPUS) - 1), 0.0)
+    with (Path(folder) / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        tensors = json.loads(file.read(length))
+    for name, tensor in tensors.items():
+        device = device_of(name, outcome.device_map or {})
+        if "shape" in tensor and isinstance(device, int):
+            linear = ".layers." in name and len(tensor["shape"]) > 1
+            loads[device] += math.prod(tensor["shape"]) * (0.5 if linear else 2) / MIB
+    return list(loads.values())
+
+
+def _spreads(answer: Mapping[str, Any]) -> List[str]:
+    """A line each for the spread before and with even."""
+    return [
+        f"  {name:7} {' '.join(f'{load:.2f}' for load in loads)}"
+        for name, loads in zip(("before", "even"), answer["loads"])
+    ]
+
+
+def _report(answer: Mapping[str, Any]) -> List[str]:
+    repaired: Dict[Tuple[str, str], List[str]] = {}
+    for function, package, fixes in answer["applied"]:
+        packages = repaired.setdefault((function, ", ".join(f"#{fix}" for fix in fixes)), [])
+        if package not in packages:  # one function may be called under several names
+            packages.append(package)
+    lines = [
+        f"  repaired {function} of {' and '.join(packages)} ({fixes})"
+        for (function, fixes), packages in repaired.items()
+    ]
     placed = modules_by_device(answer["device_map"] or {})
     lines += [f"  {device:8} {modules}" for device, modules in _device_rows(placed)]
     if answer["error"]:
