@@ -103,11 +103,12 @@ def assert_only_bitsandbytes_is_broken(topics):
             assert not broken
 
 
-#: The installed torch, built for CUDA and with a GPU that answers.
+#: The installed torch, built for CUDA and with a GPU that answers; one that triton is not made for.
 WITH_A_GPU = """
 import importlib.util, sys
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 here = str(Path(__file__).parent)
 spec = PathFinder.find_spec("torch", [path for path in sys.path if path != here])
 module = sys.modules["torch"] = importlib.util.module_from_spec(spec)
@@ -115,8 +116,10 @@ spec.loader.exec_module(module)
 module.version.cuda = module.version.cuda or "12.6"
 module.cuda.is_available = lambda: True
 module.cuda.device_count = lambda: 1
-module.cuda.get_device_name = lambda *_: "Tesla T4"
-module.cuda.get_device_capability = lambda *_: (7, 5)
+module.cuda.get_device_name = lambda *_: "Tesla P40"
+module.cuda.current_device = lambda: 0
+module.cuda.get_device_capability = lambda *_: (6, 1)
+module.cuda.get_device_properties = lambda *_: SimpleNamespace(major=6, minor=1)
 module.cuda.mem_get_info = lambda *_: (14 * 2**30, 15 * 2**30)
 """
 
@@ -129,7 +132,7 @@ def test_a_bitsandbytes_for_the_cpu_beside_a_gpu(tmp_path):
     shutil.copytree(Path(origin).parent, tmp_path / "bitsandbytes", ignore=no_cuda)
     code, topics = doctor(path=tmp_path)
     assert code == 1
-    assert topics["devices"][0]["text"] == "0: Tesla T4, 14.00 of 15.00 GiB free"
+    assert topics["devices"][0]["text"] == "0: Tesla P40, 14.00 of 15.00 GiB free"
     (finding,) = topics["bitsandbytes"]
     assert finding["level"] == "ERROR"
     version = installed("bitsandbytes")
