@@ -22,7 +22,8 @@ if Version(torch.__version__.partition("+")[0]) < Version("2.1"):
 
 NAMES = [name for name in small_models.MODELS if small_models.known(name)]
 #: Until 4.55 `generate` makes the cache of these before, for as many tokens as there may be.
-MADE_BEFORE = ("gemma2", "gemma3") if Version("4.56") > TRANSFORMERS else ()
+PREALLOCATED = ("gemma2", "gemma3") if Version("4.56") > TRANSFORMERS else ()
+MADE_BEFORE = [name for name in PREALLOCATED if name in NAMES]
 #: Tokens of the prompt, new tokens, sequences: within the window of 16, and beyond it.
 LENGTHS = [(6, 3, 1), (20, 9, 2)]
 
