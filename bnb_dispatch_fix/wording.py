@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from itertools import groupby
-from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 GIB = 2**30
 MIB = 2**20
@@ -276,16 +276,18 @@ def kind_of(name: str) -> str:
 
 def pasteable(device_map: Mapping[str, Any]) -> str:
     """A device map as an expression to paste; neighbours on one device as a range."""
-    lines: List[str] = []
-    for device, items in groupby(device_map.items(), key=lambda item: item[1]):
-        runs = collapsed(name for name, _ in items)
-        lines.extend(f"    {_entry(run, device)}," for run in runs)
-    return "\n".join(["{", *lines, "}"])
+    return "\n".join(["{", *(f"    {entry}," for entry in _entries(device_map)), "}"])
 
 
 def pasted(device_map: Mapping[str, Any]) -> str:
     """A device map as an expression on one line."""
-    return " ".join(line.strip() for line in pasteable(device_map).splitlines())
+    return f"{{{', '.join(_entries(device_map))}}}"
+
+
+def _entries(device_map: Mapping[str, Any]) -> Iterator[str]:
+    for device, items in groupby(device_map.items(), key=lambda item: item[1]):
+        for run in collapsed(name for name, _ in items):
+            yield _entry(run, device)
 
 
 def _entry(run: Run, device: Any) -> str:

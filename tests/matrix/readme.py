@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -95,10 +95,13 @@ def _example(code: str, output: str) -> str:
 
 
 def console(command: str) -> str:
-    """A command of this package and what it prints, as a console block."""
+    """A command of this package and what it prints, as a console block; plans may end with 1."""
     program, *arguments = shlex.split(command)
     assert program == "bnb-dispatch-fix", command
-    return f"```console\n$ {command}\n{_python('-m', 'bnb_dispatch_fix', *arguments)}```\n"
+    ends = (0, 1) if arguments[0] == "plan" else (0,)
+    printed = _python("-m", "bnb_dispatch_fix", *arguments, ends=ends)
+    assert printed, command
+    return f"```console\n$ {command}\n{printed}```\n"
 
 
 def printed(code: str) -> str:
@@ -122,12 +125,12 @@ def write_checkpoints(folder: Path) -> None:
         (checkpoint / "model.safetensors").write_bytes(weights)
 
 
-def _python(*arguments: str, cwd: str = ".") -> str:
+def _python(*arguments: str, cwd: str = ".", ends: Sequence[int] = (0,)) -> str:
     """What a Python prints that imports this package and stays silent otherwise."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BNB_")}
     entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     paths = [str(Path(entry).absolute()) for entry in entries]
-    output = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         env={
             **environment,
@@ -139,9 +142,11 @@ def _python(*arguments: str, cwd: str = ".") -> str:
         stdout=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        check=True,
-    ).stdout
-    return output.replace(sys.executable, "/venv/bin/python")
+        check=False,
+    )
+    if ended.returncode not in ends:
+        ended.check_returncode()
+    return ended.stdout.replace(sys.executable, "/venv/bin/python")
 
 
 def on_any_machine(body: str) -> str:
