@@ -24,6 +24,8 @@ NAMES = [name for name in small_models.MODELS if small_models.known(name)]
 #: Until 4.55 `generate` makes the cache of these before, for as many tokens as there may be.
 PREALLOCATED = ("gemma2", "gemma3") if Version("4.56") > TRANSFORMERS else ()
 MADE_BEFORE = [name for name in PREALLOCATED if name in NAMES]
+#: Its experts ask which tokens are theirs, which nothing on the meta device can tell.
+UNMEASURED = ("mixtral",) if Version("4.40") > TRANSFORMERS else ()
 #: Tokens of the prompt, new tokens, sequences: within the window of 16, and beyond it.
 LENGTHS = [(6, 3, 1), (20, 9, 2)]
 
@@ -76,7 +78,9 @@ def law_of(name, tokens, batch, kv_dtype=None):
 def test_a_cache_is_planned_to_the_byte(name, prompt, new, batch):
     expected, tokens = generated(name, prompt, new, batch)
     law = law_of(name, tokens, batch)
-    assert law.source == f"measured on transformers {transformers.__version__}'s own forward pass"
+    measured = f"measured on transformers {transformers.__version__}'s own forward pass"
+    worked_out = "worked out from the configuration because transformers"
+    assert law.source.startswith(worked_out if name in UNMEASURED else measured)
     assert sum(size for _, size in law.of(tokens).cache) == expected
 
 
