@@ -115,6 +115,7 @@ module = sys.modules["torch"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.version.cuda = module.version.cuda or "12.6"
 module.cuda.is_available = lambda: True
+module._C._cuda_getCurrentRawStream = lambda *_: 0
 module.cuda.device_count = lambda: 1
 module.cuda.get_device_name = lambda *_: "Tesla P40"
 module.cuda.current_device = lambda: 0
