@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional
 
-from bnb_dispatch_fix.planning import checkpoint
+from bnb_dispatch_fix.planning import checkpoint, examples
 from bnb_dispatch_fix.planning.budgets import MOST_DEVICES, parse_budgets, parse_size
-from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
 from bnb_dispatch_fix.planning.precisions import QUANTIZATION
 from bnb_dispatch_fix.planning.question import free_memory, rehearse
 from bnb_dispatch_fix.planning.records import Plan, PlanError
@@ -43,7 +42,7 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "--example",
         type=_example,
-        metavar=f"{{{','.join(sorted(EXAMPLES))}}}",
+        metavar=f"{{{','.join(examples.SINCE)}}}",
         help="a well-known model instead",
     )
     parser.add_argument(
@@ -78,13 +77,9 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def _example(name: str) -> str:
-    if name in EXAMPLES:
+    if name in examples.SINCE:
         return name
-    import difflib  # for a misspelt name only
-
-    near = difflib.get_close_matches(name.lower(), EXAMPLES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(EXAMPLES))}"
-    raise argparse.ArgumentTypeError(f"invalid choice: {name!r} ({hint})")
+    raise argparse.ArgumentTypeError(f"invalid choice: {name!r} ({examples.hint(name)})")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -154,9 +149,13 @@ def _model(model: Optional[str], example: Optional[str]) -> Dict[str, Any]:
             "expected one of MODEL (a checkpoint folder or a config.json) and --example NAME"
         )
     if example is not None:
-        chosen = EXAMPLES[example]
-        config = {**DEFAULTS, **chosen.config}
-        return {"config": config, "since": chosen.since, "label": example}
+        config = examples.configuration(example)
+        return {
+            "config": config,
+            "quantized": checkpoint.is_quantized(config),
+            "since": examples.SINCE[example],
+            "label": example,
+        }
     assert model is not None  # noqa: S101  # the parser has seen to it
     found = checkpoint.settings(model)
     return {"path": model, "quantized": checkpoint.is_quantized(found)}

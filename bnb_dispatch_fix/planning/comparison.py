@@ -21,11 +21,15 @@ Ask = Callable[[Optional[Mapping[str, Any]]], Question]
 
 
 class Compared(NamedTuple):
-    """The rows of the table, and of the largest precision that fits what its planner is asked."""
+    """The rows of the table, and of the largest precision that fits what its planner is asked.
+
+    `quantized` is the request that tells what bitsandbytes leaves unquantized.
+    """
 
     rows: List[Dict[str, Any]]
     question: Question
     outcome: Outcome
+    quantized: Optional[Request] = None
 
 
 def compare(ask: Ask) -> Compared:
@@ -46,7 +50,7 @@ def compare(ask: Ask) -> Compared:
     if question.request is not requests[chosen]:
         outcome = search(question.request)
         rows[chosen] = row(chosen, titles[chosen], outcome)
-    return Compared(list(rows.values()), question, outcome)
+    return Compared(list(rows.values()), question, outcome, four.request)
 
 
 def as_stored(method: str, packed: Question, plain: Optional[Question]) -> Compared:

@@ -1,105 +1,43 @@
-"""Shapes of well-known models for `plan --example`: public configurations, no weights."""
+"""Well-known models for `plan --example`: their public configurations, no weights.
+
+configs/ has a file for each, with what decides its sizes and its cache, as its config.json says it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, NamedTuple
+import json
+import pkgutil
+from typing import Any, Dict, Mapping
 
-
-class Example(NamedTuple):
-    """A configuration as in the model's config.json, and the transformers that first knew it."""
-
-    since: str
-    config: Mapping[str, Any]
-
-
-def _llama(**shape: int) -> Dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        **shape,
-    }
-
-
-EXAMPLES: Mapping[str, Example] = {
-    "llama-3-8b": Example(
-        "4.30",
-        _llama(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
-        ),
-    ),
-    "llama-3-70b": Example(
-        "4.30",
-        _llama(
-            hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
-        ),
-    ),
-    "gemma-2-27b": Example(
-        "4.42",
-        {
-            "architectures": ["Gemma2ForCausalLM"],
-            "model_type": "gemma2",
-            "vocab_size": 256000,
-            "hidden_size": 4608,
-            "intermediate_size": 36864,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "mixtral-8x7b": Example(
-        "4.36",
-        {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-        },
-    ),
-    "qwen3-30b-a3b": Example(
-        "4.51",
-        {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "deepseek-v3": Example(
-        "4.51",
-        {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "vocab_size": 129280,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "moe_intermediate_size": 2048,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-        },
-    ),
+#: By name: the transformers that first builds it as it was published.
+SINCE: Mapping[str, str] = {
+    "deepseek-v3": "4.51",
+    "gemma-2-27b": "4.42",
+    "gemma-3-27b": "4.50",
+    "glm-4.5-air": "4.54",
+    "gpt-oss-120b": "4.55",
+    "gpt-oss-20b": "4.55",
+    "llama-3-70b": "4.30",
+    "llama-3-8b": "4.30",
+    "llama-4-scout": "4.51",
+    "mistral-small-24b": "4.43",
+    "mixtral-8x7b": "4.36",
+    "qwen3-235b-a22b": "4.51",
+    "qwen3-30b-a3b": "4.51",
+    "qwen3-8b": "4.51",
 }
-#: What all of them are published in, and do not share unless they say so.
-DEFAULTS: Mapping[str, Any] = {"torch_dtype": "bfloat16", "tie_word_embeddings": False}
+
+
+def configuration(name: str) -> Dict[str, Any]:
+    """What the config.json of an example says."""
+    raw = pkgutil.get_data(__package__, f"configs/{name}.json")
+    found: Dict[str, Any] = json.loads(raw or b"{}")
+    return found
+
+
+def hint(name: str) -> str:
+    """What to say of a name that is none: the one that was likely meant, or all there are."""
+    import difflib  # for a misspelt name only
+
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], SINCE, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(SINCE)}"

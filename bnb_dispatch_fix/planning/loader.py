@@ -6,7 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional
 
+from bnb_dispatch_fix.model.requests import release_of
 from bnb_dispatch_fix.planning import checkpoint, simulation
+from bnb_dispatch_fix.planning.examples import SINCE
 from bnb_dispatch_fix.planning.records import PlanError, told
 
 
@@ -16,6 +18,7 @@ def configuration(job: Mapping[str, Any]) -> Any:
         from transformers import AutoConfig  # found, not required
     except Exception as error:
         raise PlanError(f"transformers cannot be imported: {told(error)}") from error
+    _refuse_older(job)
     trust = bool(job.get("trust_remote_code"))
     try:
         if "path" in job:
@@ -47,21 +50,33 @@ def _refuse_own_code(path: str) -> None:
         )
 
 
+def _refuse_older(job: Mapping[str, Any]) -> None:
+    """Before an example's release it is unknown, or built in another shape than it has."""
+    since = job.get("since")
+    if since and release_of("transformers") < tuple(map(int, since.split("."))):
+        import transformers  # found, not required
+
+        raise PlanError(
+            f"{job['label']} is not known to transformers {transformers.__version__}; "
+            f"it came with {since}"
+        )
+
+
 def _unknown_model(job: Mapping[str, Any], error: Exception) -> str:
     import transformers  # found, not required
 
-    if job.get("since") and isinstance(error, (ValueError, KeyError)):
-        return (
-            f"{job['label']} is not known to transformers {transformers.__version__}; "
-            f"it came with {job['since']}"
-        )
     if "path" in job and not Path(job["path"]).exists():
         return (
             f"{job['path']}: no such folder or file, and no such model in the local Hugging Face "
-            "cache; expected a checkpoint folder or a config.json"
+            f"cache; expected a checkpoint folder or a config.json{_likely_example(job['path'])}"
         )
     label = job.get("path") or job["config"].get("model_type")
     return f"{label}: transformers {transformers.__version__} cannot read it: {told(error)}"
+
+
+def _likely_example(name: str) -> str:
+    """A hint where the name is that of an example."""
+    return f" (--example {name} plans a well-known model)" if name in SINCE else ""
 
 
 class Loader:
@@ -72,7 +87,6 @@ class Loader:
 
     def __init__(self, job: Mapping[str, Any], config: Any, folder: str) -> None:
         import torch  # found, not required
-        import transformers  # found, not required
 
         self._job, self._folder = job, folder
         self._loading_class = _own_class(job, config) or _model_class(job, config)
@@ -83,7 +97,7 @@ class Loader:
             dtype = getattr(torch, str(dtype).replace("torch.", ""))
         except AttributeError:
             raise PlanError(f"dtype: torch has no {dtype}; try float16 or bfloat16") from None
-        old_name = tuple(map(int, transformers.__version__.split(".")[:2])) < (4, 56)
+        old_name = release_of("transformers") < (4, 56)
         self._arguments = {
             "device_map": job["strategy"],
             ("torch_dtype" if old_name else "dtype"): dtype,

@@ -64,8 +64,9 @@ def _register(module: Any, tensors: Tensors, before: Tuple[int, ...]) -> None:
 
 
 def _dtype(name: str) -> Any:
-    """torch's dtype; in place of fp8, which older torch and accelerate do not know, one as wide."""
-    return torch.int8 if name.startswith("float8") else getattr(torch, name)
+    """An integer as wide: accelerate counts these as they are, floating point in the model's."""
+    wide = re.match(r"b?float(\d+)", name)
+    return getattr(torch, f"int{wide.group(1)}" if wide else name)
 
 
 def put_in(model: Any, stored: Stored) -> Set[str]:

@@ -34,9 +34,17 @@ class PlanError(ValueError):
         super().__init__(visible(text))  # it may name what somebody else has written
 
 
+#: Longer texts of errors end with the last sentence before.
+_LONGEST = 400
+
+
 def told(error: BaseException) -> str:
-    """An exception as plans tell it: type and text on one line, cut where they are long."""
-    return one_line(error, 200)
+    """An exception as plans tell it, on one line; of a long text its first sentences, or words."""
+    text = one_line(error)
+    if len(text) <= _LONGEST:
+        return text
+    end = text.rfind(". ", 0, _LONGEST) + 1 or text.rfind(" ", 0, _LONGEST)
+    return f"{text[: end if end > 0 else _LONGEST]} …"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import bnb_dispatch_fix
 from bnb_dispatch_fix import child
+from bnb_dispatch_fix.explain import experts
 from bnb_dispatch_fix.model import layout
+from bnb_dispatch_fix.model.requests import Request
 from bnb_dispatch_fix.model.search import search
 from bnb_dispatch_fix.planning import (
     advice,
@@ -31,7 +33,7 @@ from bnb_dispatch_fix.planning import runs as planned_runs
 from bnb_dispatch_fix.planning.construction import Construction, built_once
 from bnb_dispatch_fix.planning.records import RUNS, PlanError, told
 from bnb_dispatch_fix.planning.stored import Stored, stored_as
-from bnb_dispatch_fix.wording import bytes_in
+from bnb_dispatch_fix.wording import amount, bytes_in
 
 
 def main(job: Mapping[str, Any]) -> None:
@@ -76,9 +78,16 @@ def carry_out(job: Mapping[str, Any]) -> Dict[str, Any]:
         elif stored is not None:
             raise PlanError(f"{stored.method}: it is not known which class the checkpoint has")
         stack.enter_context(simulation.simulated_gpus(free))
+        stack.enter_context(simulation.sizes_looked_up_once())
         if stored is not None:
             return _stored_answer(job, stored, loads, building)
-        return _asked(job, lambda quantization: asking.of_transformers(loads(quantization)))
+        try:
+            return _asked(job, lambda quantization: asking.of_transformers(loads(quantization)))
+        except PlanError as error:
+            if job["quantization"] and hasattr(config, "quantization_config"):
+                hint = "without quantization_config (--bits) it is planned as it is stored"
+                raise PlanError(f"{str(error).rstrip('.')}; {hint}") from error
+            raise
 
 
 def _asked(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
@@ -88,7 +97,8 @@ def _asked(job: Mapping[str, Any], ask: comparison.Ask) -> Dict[str, Any]:
         if job.get("compare"):
             return comparison.compare(ask)
         question = ask(job["quantization"])
-        return comparison.Compared([], question, search(question.request))
+        request = question.request
+        return comparison.Compared([], question, search(request), request)
 
     return _answer(job, compared, ask)
 
@@ -147,7 +157,7 @@ def _answer(
     ask: Optional[comparison.Ask] = None,
 ) -> Dict[str, Any]:
     """What was asked and answered, as plain data; `ask` takes another quantization, if any."""
-    rows, question, exact = _compared(job, compare)
+    rows, question, exact, quantized = _compared(job, compare)
     request, attempts = question.request, question.attempts(bool(job.get("even")))
     bnb_dispatch_fix.activate(RUNS["rescue"])
     fine = request._replace(no_split=frozenset()).units()
@@ -164,7 +174,11 @@ def _answer(
         "precision": _precision(request),
         "precisions": rows,
         "runs": runs,
-        "notes": [*_unpatched(), *_ungrouped(getattr(request.model, "config", None))],
+        "notes": [
+            *_unpatched(),
+            *_misshapen(getattr(request.model, "config", None)),
+            *_unquantized_experts(quantized),
+        ],
         **_model_as_data(fine),
         **planned_runs.verdict(exact.result, exact.device_map, runs),
     }
@@ -201,21 +215,35 @@ def _unpatched() -> List[str]:
     ]
 
 
-def _ungrouped(config: Any) -> List[str]:
-    """A release that builds a model without its groups of heads (Llama before 4.31)."""
+def _misshapen(config: Any) -> List[str]:
+    """A release that builds a model without its groups of heads, or with heads of another size.
+
+    So it is with Llama before 4.31, and with Mistral before 4.43.
+    """
     import transformers  # found, not required
 
-    groups = getattr(config, "num_key_value_heads", None)
-    heads = getattr(config, "num_attention_heads", None)
+    heads, hidden = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    built = {"num_key_value_heads": heads, "head_dim": hidden // heads if heads and hidden else 0}
     try:
-        if groups in (None, heads) or hasattr(type(config)(), "num_key_value_heads"):
-            return []
+        known = type(config)()
     except Exception:  # noqa: BLE001  # it cannot be made without arguments
         return []
     return [
-        f"transformers {transformers.__version__} does not know num_key_value_heads={groups} of "
-        f"this model and builds {heads}: the weights of such a checkpoint do not fit into it"
+        f"transformers {transformers.__version__} does not know {name}={getattr(config, name)} of "
+        f"this model and builds {other}: the weights of such a checkpoint do not fit into it"
+        for name, other in built.items()
+        if getattr(config, name, None) not in (None, other) and not hasattr(known, name)
     ]
+
+
+def _unquantized_experts(request: Optional[Request]) -> List[str]:
+    """What bitsandbytes leaves of a mixture of experts, and which release takes them, too."""
+    if request is None or not request.is_bitsandbytes:
+        return []
+    units = request._replace(no_split=frozenset()).units()
+    found = experts.lines(request, units)
+    bits = 4 if request.quantizer.quantization_config.load_in_4bit else 8
+    return [f"in {bits} bits it takes {amount(units.total)}; {'; '.join(found)}"] if found else []
 
 
 def _precision(request: Any) -> str:

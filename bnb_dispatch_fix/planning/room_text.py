@@ -41,7 +41,9 @@ def estimate(plan: Plan) -> List[str]:
     if not room.most:
         return ["   no room for a context; --context N tells exactly"]
     about = f"room for about {_rounded(room.most)} tokens × {room.batch}"
-    limit = f", of {room.limit} that the model was made for" if room.limit else ""
+    more = room.limit is not None and room.most > room.limit
+    of = "more than the" if more else "of"
+    limit = f", {of} {room.limit} that the model was made for" if room.limit else ""
     return [f"   {about}{limit}; --context N tells exactly"]
 
 

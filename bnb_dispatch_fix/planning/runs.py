@@ -10,10 +10,8 @@ from bnb_dispatch_fix.model.budgets import Budgets, overfull
 from bnb_dispatch_fix.model.layout import collapsed, parts_by_device
 from bnb_dispatch_fix.model.units import Units
 from bnb_dispatch_fix.placement.records import Device, GaveUp, Impossible, Placement
-from bnb_dispatch_fix.wording import HOST, one_line
-
-#: Longer texts of errors end with the last sentence before.
-_LONGEST = 400
+from bnb_dispatch_fix.planning.records import told
+from bnb_dispatch_fix.wording import HOST
 
 
 class Attempt(NamedTuple):
@@ -46,18 +44,10 @@ def describe_run(
     return {
         "name": name,
         "outcome": outcome(attempt, offloads=offloads, over=over),
-        "error": None if error is None else _sentences(one_line(error)),
+        "error": None if error is None else told(error),
         "device_map": None if device_map is None else list(device_map.items()),
         "devices": devices,
     }
-
-
-def _sentences(text: str) -> str:
-    """A text, or as many of its sentences as are not too long; of a long one, whole words."""
-    if len(text) <= _LONGEST:
-        return text
-    end = text.rfind(". ", 0, _LONGEST) + 1 or text.rfind(" ", 0, _LONGEST)
-    return f"{text[: end if end > 0 else _LONGEST]} …"
 
 
 def outcome(attempt: Attempt, *, offloads: bool, over: bool) -> str:

@@ -14,6 +14,7 @@ import sys
 import types
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple, Union
 
@@ -173,6 +174,16 @@ def simulated_gpus(free: Optional[Mapping[Device, int]] = None) -> Iterator[None
         yield
 
 
+@contextmanager
+def sizes_looked_up_once() -> Iterator[None]:
+    """accelerate works the size of a dtype out again for each tensor, and takes long about it."""
+    from accelerate.utils import modeling  # found, not required
+
+    once = lru_cache(maxsize=None)(modeling.dtype_byte_size)
+    with replaced(modeling, "dtype_byte_size", once):
+        yield
+
+
 def _import_bitsandbytes_into_transformers() -> None:
     """4.30-4.44 import bitsandbytes only where CUDA was seen when their own module was imported."""
     for name in ("transformers.utils.bitsandbytes", "transformers.integrations.bitsandbytes"):
@@ -209,6 +220,7 @@ class _Torch(types.ModuleType):
 
     def __init__(self, torch: types.ModuleType, blank_tensors: bool) -> None:
         super().__init__(torch.__name__)
+        self.__dict__.update(vars(torch))  # found at once; asked for with every tensor
         self._torch = torch
         self.device = _device_class(torch)
         if blank_tensors:

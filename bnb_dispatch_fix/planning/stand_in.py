@@ -38,15 +38,8 @@ class StandIn:
         return float(tensor.element_size())
 
     def get_special_dtypes_update(self, model: Any, dtype: Any) -> Dict[str, Any]:
-        """Tensors that accelerate would count too small, because they are wider than `dtype`."""
-        found = {}
-        for name, owner in model.named_modules():
-            if isinstance(owner, (PackedLinear, PackedExperts)):
-                for leaf in owner.packed:
-                    tensor = owner._buffers[leaf]
-                    if tensor.is_floating_point():
-                        found[f"{name}.{leaf}"] = tensor.dtype
-        return found
+        """Tensors that are not counted in the model's dtype; accelerate knows those of integers."""
+        return {}
 
     def adjust_target_dtype(self, dtype: Any) -> Any:
         """What everything else is counted in."""

@@ -48,9 +48,9 @@ def seconds(*arguments: str) -> float:
 
 
 def bare(example: str) -> str:
-    from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
+    from bnb_dispatch_fix.planning.examples import configuration
 
-    config = {**DEFAULTS, **EXAMPLES[example].config}
+    config = configuration(example)
     return BARE.format(release=str(ROOT / "tests" / "release"), config=config)
 
 

@@ -9,12 +9,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
+from bnb_dispatch_fix.planning.examples import configuration
 
 GENERATION = int(transformers.__version__.split(".")[0])
 
 CONFIGS = {
-    "Llama-3-8B": {**DEFAULTS, **EXAMPLES["llama-3-8b"].config},
+    "Llama-3-8B": configuration("llama-3-8b"),
     "Qwen2.5-7B": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -36,8 +36,8 @@ CONFIGS = {
         "word_embed_proj_dim": 768,
         "tie_word_embeddings": True,
     },
-    "Gemma-2-27B": {**DEFAULTS, **EXAMPLES["gemma-2-27b"].config},
-    "Mixtral-8x7B": {**DEFAULTS, **EXAMPLES["mixtral-8x7b"].config},
+    "Gemma-2-27B": configuration("gemma-2-27b"),
+    "Mixtral-8x7B": configuration("mixtral-8x7b"),
     "DeepSeek-V2-Lite": {
         "model_type": "deepseek_v2",
         "vocab_size": 102400,

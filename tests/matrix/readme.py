@@ -113,12 +113,12 @@ def printed(code: str) -> str:
 
 def write_checkpoints(folder: Path) -> None:
     """A folder for each of the package's examples: what can be planned, without weights."""
-    from bnb_dispatch_fix.planning.examples import DEFAULTS, EXAMPLES
+    from bnb_dispatch_fix.planning import examples
 
-    for name, example in EXAMPLES.items():
+    for name in examples.SINCE:
         checkpoint = folder / name
         checkpoint.mkdir()
-        config = {**DEFAULTS, **example.config}
+        config = examples.configuration(name)
         (checkpoint / "config.json").write_text(json.dumps(config), "utf-8")
         header = json.dumps({"__metadata__": {"format": "pt"}}).encode()
         weights = len(header).to_bytes(8, "little") + header

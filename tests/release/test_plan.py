@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from meta import on_meta
 from packaging.version import Version
 
 pytest.importorskip("torch", reason="plans real models: needs torch")
 
 import transformers
 from cell import STANDS_FOR_OTHERS, TRANSFORMERS
-from meta import on_meta
 from shapes import SHARE
 
 import bnb_dispatch_fix
@@ -241,6 +241,39 @@ def test_a_picture_of_qwen3_names_its_experts(tmp_path):
     first = out.splitlines()[0]
     assert first.startswith("55.18 of 55.60 GiB are not quantized: model.layers.*.mlp.experts")
     assert "55.18 of 55.60 GiB are not quantized" in page.read_text(encoding="utf-8")
+    [note] = [line for line in out.splitlines() if line.startswith("note: in 4 bits")]
+    assert note.startswith("note: in 4 bits it takes 55.60 GiB; 54.00 of it are experts")
+    # What the same plan says where 4.57.6 is installed.
+    assert note.endswith("there the model takes 15.09 GiB")
+
+
+@pytest.mark.parametrize(
+    "family, key, given", [("llama", "num_key_value_heads", 2), ("mistral", "head_dim", 32)]
+)
+def test_a_shape_that_the_release_does_not_build_is_said(family, key, given, tmp_path):
+    name = f"{family.title()}ForCausalLM"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    shape = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "model_type": family,
+        "architectures": [name],
+        key: given,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shape), encoding="utf-8")
+    with on_meta():
+        model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
+    rows = model.model.layers[0].self_attn.k_proj.weight.shape[0]
+    wanted = shape["num_key_value_heads"] * shape.get("head_dim", 16)
+    notes = bnb_dispatch_fix.plan(path, max_memory={0: "1GiB"}).notes
+    said = [note for note in notes if f"does not know {key}={given} of this model" in note]
+    assert len(said) == (0 if rows == wanted else 1), (rows, notes)
 
 
 def test_what_the_release_cannot_read_is_one_line(without_weights):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import plans
@@ -16,10 +19,9 @@ from bnb_dispatch_fix import child
 from bnb_dispatch_fix.cli import main
 from bnb_dispatch_fix.doctor import surroundings
 from bnb_dispatch_fix.doctor.surroundings import Answer
-from bnb_dispatch_fix.planning import PlanError, checkpoint, question
+from bnb_dispatch_fix.planning import PlanError, checkpoint, examples, question
 from bnb_dispatch_fix.planning import command as plan_command
 from bnb_dispatch_fix.planning.command import Spinner, parse_budgets, parse_size
-from bnb_dispatch_fix.planning.examples import EXAMPLES
 
 GIB = 2**30
 
@@ -224,6 +226,11 @@ def test_unknown_choices_are_exit_code_2(capsys, options):
     [
         ("llama3-8b", "invalid choice: 'llama3-8b' (did you mean llama-3-8b?)"),
         ("Mixtral-8x7B", "did you mean mixtral-8x7b?"),
+        ("openai/gpt-oss-20B", "did you mean gpt-oss-20b?"),
+        ("qwen3-235b", "did you mean qwen3-235b-a22b?"),
+        ("llama4-scout", "did you mean llama-4-scout?"),
+        ("gemma3-27b", "did you mean gemma-3-27b?"),
+        ("glm4.5-air", "did you mean glm-4.5-air?"),
         ("gpt-9", "(choose from "),
     ],
 )
@@ -433,9 +440,43 @@ def test_help_is_light():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples.SINCE)
 def test_examples_are_whole(name):
-    config = EXAMPLES[name].config
-    assert config["hidden_size"] % config["num_attention_heads"] == 0 or "head_dim" in config
-    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
-    assert config["architectures"][0].endswith("ForCausalLM")
+    config = examples.configuration(name)
+    [architecture] = config["architectures"]
+    assert architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
+    assert ("text_config" in config) == architecture.endswith("ForConditionalGeneration")
+    text = config.get("text_config", config)
+    assert text["hidden_size"] % text["num_attention_heads"] == 0 or "head_dim" in text
+    assert text["num_attention_heads"] % text["num_key_value_heads"] == 0
+
+
+def test_each_example_has_its_file_and_each_file_is_an_example():
+    folder = Path(examples.__file__).with_name("configs")
+    assert {file.name for file in folder.iterdir()} == {f"{name}.json" for name in examples.SINCE}
+
+
+def test_examples_are_read_from_an_archive_too(tmp_path):
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        package = Path(bnb_dispatch_fix.__file__).parent
+        for file in package.rglob("*"):
+            if file.suffix in (".py", ".json"):
+                archive.write(file, file.relative_to(package.parent))
+    code = (
+        "from bnb_dispatch_fix.planning import examples\n"
+        "print(examples.__file__, examples.configuration('gpt-oss-20b')['num_hidden_layers'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "package.zip")}
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True, capture_output=True, text=True, cwd=tmp_path, env=environment,
+    ).stdout  # fmt: skip
+    assert "package.zip" in printed
+    assert printed.endswith(" 24\n")
+
+
+def test_the_documents_name_the_release_of_each_example():
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text("utf-8")
+    rows = re.findall(r"^\| (4\.\d+) \| (.+) \|$", text, re.MULTILINE)
+    named = {name: since for since, names in rows for name in re.findall("`(.+?)`", names)}
+    assert named == dict(examples.SINCE)
