@@ -232,7 +232,9 @@ def test_the_table_of_a_context():
 def test_without_a_context_a_line_says_what_there_is_room_for():
     nothing = {"context": None, "enough": None, "shown": None, "devices": ()}
     [line] = estimate(plans.plan(room=plans.room(most=12_345, **nothing)))
-    assert "room for about 12000 tokens × 2, of 8192 that" in line
+    assert "room for about 12000 tokens × 2, more than the 8192 that the model was made for" in line
+    [line] = estimate(plans.plan(room=plans.room(most=8_192, **nothing)))
+    assert "room for about 8100 tokens × 2, of 8192 that the model was made for" in line
     [line] = estimate(plans.plan(room=plans.room(most=0, **nothing)))
     assert "no room for a context" in line
     assert estimate(plans.plan(room=plans.room())) == estimate(plans.plan()) == []
