@@ -88,12 +88,14 @@ def ask(
     variables = {name: value for name, value in whole.items() if value is not None}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = _start(variables, output, errors)
+        ended = _awaited(process)
         try:
             _send(process, message)
-            code = _wait(process, timeout, on_wait)
+            code = _wait(process, ended, timeout, on_wait)
         finally:
             process.kill()
-            process.wait()
+            while process.returncode is None:
+                ended.acquire(timeout=_TICK)
             with contextlib.suppress(OSError):
                 process.stdin.close()  # type: ignore[union-attr]  # open until now: see _watch
         return Ending(_answers(_text(output)), code, _last_line(_text(errors)))
@@ -143,6 +145,28 @@ def _options(variables: Mapping[str, str]) -> List[str]:
     return options
 
 
+def _awaited(process: subprocess.Popen[bytes]) -> threading.Lock:
+    """A lock that is free once the process has ended and its code is known.
+
+    A thread waits for it: `Popen.wait` with a timeout can keep a lock of its own for ever where a
+    signal's handler raises, and the next wait would never return. No handler runs in a thread.
+    """
+    ended = threading.Lock()
+    ended.acquire()
+
+    def wait() -> None:
+        process.wait()
+        ended.release()
+
+    try:
+        threading.Thread(target=wait, daemon=True).start()
+    except RuntimeError as error:
+        process.kill()
+        process.communicate()
+        raise CannotAsk(f"no thread can be started: {error}") from error
+    return ended
+
+
 def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
     """Write without waiting for a process that hangs before it reads, or has ended."""
 
@@ -157,19 +181,18 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
 
 def _wait(
     process: subprocess.Popen[bytes],
+    ended: threading.Lock,
     timeout: Optional[float],
     on_wait: Optional[Callable[[], None]],
 ) -> Optional[int]:
     """The exit code; None where the time is over."""
     started = time.monotonic()
-    while True:
-        try:
-            return process.wait(_TICK)
-        except subprocess.TimeoutExpired:  # noqa: PERF203  # ten times a second
-            if timeout is not None and not time.monotonic() - started <= timeout:
-                return None
-            if on_wait is not None:
-                on_wait()
+    while not ended.acquire(timeout=_TICK):
+        if timeout is not None and not time.monotonic() - started <= timeout:
+            return None
+        if on_wait is not None:
+            on_wait()
+    return process.returncode
 
 
 def _text(stream: Any) -> str:

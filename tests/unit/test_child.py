@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -94,6 +96,33 @@ def test_one_that_hangs_before_it_reads_is_ended_in_time(monkeypatch, tmp_path):
 @pytest.mark.parametrize("timeout", [0.5, float("nan")])
 def test_a_time_limit_that_is_none_does_not_hang(timeout):
     assert child.ask("child_tasks:hang", timeout=timeout).code is None
+
+
+def test_what_a_signal_s_handler_raises_leaves_no_lock_behind(monkeypatch):
+    """Raised inside `Popen.wait` it could: only threads wait there, in which no handler runs."""
+    waiting, wait = [], subprocess.Popen.wait
+
+    def noted(process, *args, **kwargs):
+        waiting.append(threading.current_thread())
+        return wait(process, *args, **kwargs)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", noted)
+    with pytest.raises(KeyboardInterrupt):
+        child.ask("child_tasks:hang", on_wait=interrupt)
+    assert waiting
+    assert threading.main_thread() not in waiting
+
+
+def test_where_no_thread_can_be_started_it_says_so(monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(child.CannotAsk, match="can't start new thread"):
+        child.ask("child_tasks:hang")
 
 
 @pytest.mark.parametrize("executable", ["", None, "/no/such/python"])
