@@ -9,6 +9,7 @@ those whose name contains "4.57"; `nox -s legacy` those of legacy environments.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -28,6 +29,7 @@ MUTATION_TOOLS = ["mutmut==3.8.1", "coverage>=7.6", "rich"]
 ROW_SETTINGS = {
     *("python", "torch", "bounds", "ci", "deep", "quantizers"),
     *("demo", "expected", "bench", "true_sizes", "fuzz", "overrides", "environment", "legacy"),
+    "loads",
 }
 
 #: What every cell shows; rows with `deep` run all of tests/release.
@@ -57,6 +59,8 @@ Row = dict[str, Any]
 MATRIX = yaml.safe_load((ROOT / "compat_matrix.yaml").read_text("utf-8"))
 ROWS: list[Row] = [row for row in MATRIX["tested"] if not row.get("legacy")]
 LEGACY: list[Row] = [row for row in MATRIX["tested"] if row.get("legacy")]
+#: Libraries that plan with the functions of these, see the file.
+DOWNSTREAM: list[Row] = yaml.safe_load((ROOT / "tests/downstream/cells.yaml").read_text("utf-8"))
 #: The release of torch that every other row was seen to work with.
 TORCH: str = MATRIX["torch"]
 #: What names a legacy row, among its many pins.
@@ -253,14 +257,79 @@ def legacy(session: nox.Session, row: Row) -> None:
 
 def install_pins(session: nox.Session, *requirements: str, cache: Path) -> None:
     """Install what a legacy row says; what cannot be installed ends the cell in one line."""
+    problem = not_installed(session, "--cache-dir", str(cache), *requirements)
+    if problem:
+        session.error(f"cannot install: {problem}")
+
+
+def not_installed(session: nox.Session, *arguments: str) -> str:
+    """Install, and say in one line what kept uv from it; "" where nothing did."""
     said = session.run_install(
-        *("uv", "pip", "install", "--quiet", "--color", "never", "--cache-dir", str(cache)),
-        *requirements,
+        *("uv", "pip", "install", "--quiet", "--color", "never"),
+        *arguments,
         silent=True,
         success_codes=range(256),
     )
-    if isinstance(said, str) and said.strip():  # with --quiet, only what went wrong is said
-        session.error(f"cannot install: {' '.join(said.split())[:400]}")
+    # With --quiet, only what went wrong is said.
+    return " ".join(said.split())[:400] if isinstance(said, str) else ""
+
+
+def short_name(row: Row) -> str:
+    """The library first, and what it plans with."""
+    first, *others = pins(row)
+    named = [pin for pin in others if pin.startswith(("transformers==", "accelerate=="))]
+    return "-".join(pin.replace("==", "") for pin in (first, *named))
+
+
+@nox.session
+@nox.parametrize(
+    "python,row", [nox.param(row["python"], row, id=short_name(row)) for row in DOWNSTREAM]
+)
+def downstream(session: nox.Session, row: Row) -> None:
+    """A library's own loading function, without the shim and with it; ends with a table.
+
+    `nox -s downstream -- peft` for the cells of one library.
+    """
+    if not all(part in short_name(row) for part in session.posargs):
+        session.skip(f"its name does not contain {' '.join(session.posargs)}")
+    session.notify("downstream_table")
+    result = RESULTS / "downstream" / f"{short_name(row)}.json"
+    result.unlink(missing_ok=True)
+    torch, replaced = torch_cpu(row["python"]), overrides(session, row)
+    problem = not_installed(session, *torch, *pins(row), *replaced, *TEST_TOOLS, wheel(session))
+    if problem:
+        result.parent.mkdir(parents=True, exist_ok=True)
+        result.write_text(json.dumps({"cannot install": problem}), "utf-8")
+        session.error(f"cannot install: {problem}")
+    share_byte_code(session, row["python"])
+    warnings = ["-W", "default", "-W", "error:::bnb_dispatch_fix", f"--cell-result={result}"]
+    if row["loads"] == "own_tests":
+        sdist = unpacked_sdist(session, f"accelerate=={row['accelerate']}")
+        run_pytest(session, "tests/downstream/test_own_tests.py", *warnings, f"--sdist={sdist}")
+        return
+    files = ["tests/downstream/test_loads.py"]
+    files += ["tests/downstream/test_peft.py"] if row["loads"] == "peft" else []
+    run_pytest(session, *files, *warnings, f"--loads={row['loads']}")
+
+
+def unpacked_sdist(session: nox.Session, pin: str) -> Path:
+    """A release's source distribution, which has its tests; they are not copied from there."""
+    session.install("--quiet", "pip")
+    folder = session.cache_dir / "sdist"
+    command = ["-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+    package = pin.partition("==")[0]
+    session.run("python", *command, "--no-binary", package, "--dest", str(folder), pin)
+    [archive] = folder.glob(f"{pin.replace('==', '-')}.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    return folder / pin.replace("==", "-")
+
+
+@nox.session(venv_backend="none")
+def downstream_table(session: nox.Session) -> None:
+    """What the cells of `nox -s downstream` found."""
+    names = [short_name(row) for row in DOWNSTREAM]
+    shown = [each for each in names if all(part in each for part in session.posargs)]
+    session.run("python3", "tests/downstream/table.py", str(RESULTS / "downstream"), *shown)
 
 
 @nox.session(venv_backend="none")
