@@ -239,7 +239,10 @@ def matrix(session: nox.Session, row: Row) -> None:
 @nox.session
 @nox.parametrize("python,row", cells(LEGACY, tag="ci"))
 def legacy(session: nox.Session, row: Row) -> None:
-    """A legacy environment with all its pins, the wheel put in by its own pip; gone afterwards."""
+    """A legacy environment with all its pins, the wheel put in by its own pip; gone afterwards.
+
+    Beside the tests the demo runs there, before anything of the tests is installed.
+    """
     if not all(part in name(row) for part in session.posargs):
         session.skip(f"its name does not contain {' '.join(session.posargs)}")
     # A cache of its own: a CUDA build of torch takes gigabytes, and no other cell has its use.
@@ -247,6 +250,7 @@ def legacy(session: nox.Session, row: Row) -> None:
     try:
         install_pins(session, f"torch=={row['torch']}", *pins(row), cache=cache)
         session.run("python", "tests/matrix/own_pip.py", wheel(session))
+        session.run("bnb-dispatch-fix", "demo")
         install_pins(session, *TEST_TOOLS, *pins(row), cache=cache)
         result = RESULTS / "legacy" / f"{name(row)}.json"
         run_pytest(session, *tests(row), f"--cell-result={result}")
