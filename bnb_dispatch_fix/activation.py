@@ -310,6 +310,9 @@ class Switchboard:
             return _found(seam, "replaced", f"{describe(top)} wraps our wrapper, which still works")
         if seam.id in self._failures:
             return _found(seam, "failed", self._failures[seam.id], missing=lacks)
+        reason = seam.not_covered(installed_version(seam.package))
+        if reason is not None:
+            return _found(seam, "skipped", reason, missing=lacks)
         if verdict.state == "applied":
             return _found(seam, "pending", "call activate() to patch it", missing=lacks)
         return _found(seam, verdict.state, verdict.reason, missing=lacks)
@@ -320,8 +323,8 @@ class Switchboard:
         """The state of a seam whose module is not imported, or not completely."""
         if version is None and seam.package not in sys.modules:
             return _found(seam, "skipped", f"{seam.package} is not installed")
-        if not in_range(version, seam.versions):
-            reason = f"{seam.package} {version} is not covered; expected {seam.versions}"
+        reason = seam.not_covered(version)
+        if reason is not None:
             return _found(seam, "skipped", reason, missing=missing)
         if not _on(seam):
             return _found(seam, "disabled", self._off_because, missing=missing)

@@ -56,6 +56,12 @@ class Seam(NamedTuple):
     implementation: str
     fixes: Tuple[int, ...]
 
+    def not_covered(self, version: Optional[str]) -> Optional[str]:
+        """Why this is none of an installed version's seams; None where it is one."""
+        if in_range(version, self.versions):
+            return None
+        return f"{self.package} {version} is not covered; expected {self.versions}"
+
 
 class Implementation(NamedTuple):
     """One known body of a function and the fixes it lacks."""
@@ -92,9 +98,8 @@ class Matrix(NamedTuple):
         for package in self.packages():
             mine = [seam for seam in self.seams if seam.package == package]
             if package not in CORE:
-                found += [seam for seam in mine if seam.module in sys.modules]
-                continue
-            version = installed_version(package)
+                mine = [seam for seam in mine if seam.module in sys.modules]
+            version = installed_version(package) if mine else None
             found += [seam for seam in mine if in_range(version, seam.versions)] or mine
         return tuple(found)
 

@@ -15,6 +15,7 @@ pytest.importorskip("bitsandbytes", reason="the refusal is of its quantizer")
 import diffusers
 import evenness
 import flux
+from bins import fits
 from cell import run
 from diffusers.models import model_loading_utils, modeling_utils
 from flux import FIFTY, RELEASE, STRATEGIES
@@ -49,22 +50,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parts():
     return flux.parts(flux.build())
-
-
-def fits(sizes, room, count):
-    """Whether the sizes can be divided among `count` bins of `room`, tried out."""
-
-    def place(index, free):
-        if index == len(order):
-            return True
-        return any(
-            place(index + 1, [*free[:bin], free[bin] - order[index], *free[bin + 1 :]])
-            for bin in range(count)
-            if free[bin] >= order[index] and free[bin] not in free[:bin]
-        )
-
-    order = sorted(sizes, reverse=True)
-    return place(0, [room] * count)
 
 
 def device_of(name, device_map):

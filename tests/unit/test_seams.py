@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from bnb_dispatch_fix.patching import matrix as matrix_module
 from bnb_dispatch_fix.patching.matrix import load_matrix, matrix_path
 from bnb_dispatch_fix.patching.replacements import REPLACEMENTS
 
@@ -70,6 +74,11 @@ RELEASES = {
     ("peft", "0.21.2"): PEFT,
     ("diffusers", "0.30.3"): {},
     ("diffusers", "0.31.0"): DIFFUSERS,
+    ("diffusers", "0.33.1"): {
+        **DIFFUSERS,
+        "diffusers.models.modeling_utils": {DISPATCH, DIFFUSERS_PLAN, MIXIN},
+        "diffusers.loaders.single_file_model": {DISPATCH},
+    },
     ("diffusers", "0.42.1"): {
         **DIFFUSERS,
         "diffusers.models.modeling_utils": {DISPATCH, DIFFUSERS_PLAN, MIXIN},
@@ -129,3 +138,18 @@ def test_whose_function_it_is(matrix):
         )
         expected = "transformers" if v5_budgets else own.get(seam.attribute, "accelerate")
         assert home == expected, seam
+
+
+@pytest.mark.parametrize("version, has_dispatch", [("0.31.0", False), ("0.33.1", True)])
+def test_the_seams_of_other_packages_are_those_of_their_release(
+    matrix, monkeypatch, version, has_dispatch
+):
+    """A name that the release has not taken is neither patched nor said to wait for it."""
+    module = "diffusers.models.modeling_utils"
+    monkeypatch.setattr(matrix_module, "installed_version", lambda package: version)
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    found = {seam.attribute for seam in matrix.expected() if seam.package == "diffusers"}
+    assert found == {DIFFUSERS_PLAN, MIXIN} | ({DISPATCH} if has_dispatch else set())
+    (seam,) = (each for each in matrix.seams if each.id == "diffusers-dispatch")
+    reason = f"diffusers {version} is not covered; expected >=0.33.0.dev0"
+    assert seam.not_covered(version) == (None if has_dispatch else reason)
