@@ -111,12 +111,9 @@ def _stored_answer(
 
     counted: Set[str] = set()
 
-    def ask(_: Any) -> asking.Question:
-        building.change = None
-        return asking.of_transformers(loads(None))
-
     def compared() -> comparison.Compared:
-        plain = ask(None) if needs.can_dequantize(stored.method) else None
+        dequantizes = needs.can_dequantize(stored.method)
+        plain = asking.of_transformers(loads(None)) if dequantizes else None
         building.change = lambda model: counted.update(packed.put_in(model, stored))
         found = asking.of_transformers(loads(None), stand_in.StandIn(stored))
         found = found._replace(request=stand_in.in_true_sizes(found.request, stored))
