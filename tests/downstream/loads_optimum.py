@@ -9,7 +9,7 @@ import pathlib
 import accelerate.big_modeling
 import optimum.gptq.quantizer as gptq
 import torch
-from tiny import GPUS, STRATEGIES, Load, PlannedParts, budgets, rooms, tensors_of
+from tiny import Load, PlannedParts, budgets, on_all_gpus, rooms, tensors_of
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from bnb_dispatch_fix.planning.simulation import replaced, simulated_gpus
@@ -36,15 +36,12 @@ def loads(folder):
     config = LlamaConfig.from_pretrained(folder)
     settings = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True}
     (pathlib.Path(folder) / "quantize_config.json").write_text(json.dumps(settings))
-    for strategy in STRATEGIES:
-        for count, mib in GPUS:
-            max_memory = budgets(count, mib)
 
-            def call(strategy=strategy, max_memory=max_memory):
-                with planning():
-                    load_gptq(config, folder, strategy, dict(max_memory))
+    def call(strategy, max_memory):
+        with planning():
+            load_gptq(config, folder, strategy, max_memory)
 
-            yield Load(f"gptq {strategy} {count}x{mib}", call, {}, rooms(max_memory, 1.0))
+    yield from on_all_gpus(call, {}, share=1.0, prefix="gptq ")
     if transformation is not None:
         yield from transformations()
 

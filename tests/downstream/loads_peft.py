@@ -9,7 +9,7 @@ import bitsandbytes
 import peft.peft_model
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import GPUS, STRATEGIES, Load, PlannedParts, budgets, rooms, tensors_of
+from tiny import PlannedParts, on_all_gpus, tensors_of
 from transformers import AutoModelForCausalLM
 
 from bnb_dispatch_fix.planning.simulation import replaced, simulated_gpus
@@ -23,15 +23,12 @@ def loads(folder):
     adapter = tempfile.mkdtemp()
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(adapter)
-    for strategy in STRATEGIES:
-        for count, mib in GPUS:
-            max_memory = budgets(count, mib)
 
-            def call(strategy=strategy, max_memory=max_memory):
-                return plan(four_bit(folder), adapter, strategy, dict(max_memory))
+    def call(strategy, max_memory):
+        plan(four_bit(folder), adapter, strategy, max_memory)
 
-            # The adapter is planned, too, and nobody refuses the CPU.
-            yield Load(f"{strategy} {count}x{mib}", call, {}, rooms(max_memory, 1.0))
+    # The adapter is planned, too, and nobody refuses the CPU.
+    return on_all_gpus(call, {}, share=1.0)
 
 
 def four_bit(folder):

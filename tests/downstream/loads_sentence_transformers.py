@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sentence_transformers import SentenceTransformer
-from tiny import GPUS, PARTS, STRATEGIES, Load, budgets, nf4, rooms
+from tiny import PARTS, in_nf4, on_all_gpus
 
 from bnb_dispatch_fix.planning.simulation import simulated_gpus
 
@@ -15,17 +15,9 @@ BODY = {
 
 
 def loads(folder):
-    for strategy in STRATEGIES:
-        for count, mib in GPUS:
-            max_memory = budgets(count, mib)
+    def call(strategy, max_memory):
+        asked = in_nf4(strategy, max_memory)
+        with simulated_gpus():
+            SentenceTransformer(folder, model_kwargs=asked, device="cpu")
 
-            def call(strategy=strategy, max_memory=max_memory):
-                asked = {
-                    "device_map": strategy,
-                    "max_memory": dict(max_memory),
-                    "quantization_config": nf4(),
-                }
-                with simulated_gpus():
-                    SentenceTransformer(folder, model_kwargs=asked, device="cpu")
-
-            yield Load(f"{strategy} {count}x{mib}", call, BODY, rooms(max_memory))
+    return on_all_gpus(call, BODY)

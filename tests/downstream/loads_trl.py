@@ -7,7 +7,7 @@ import tempfile
 
 import transformers
 from datasets import Dataset
-from tiny import GPUS, PARTS, STRATEGIES, Load, budgets, nf4, rooms, tokenizer
+from tiny import PARTS, in_nf4, on_all_gpus, tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from bnb_dispatch_fix.planning.simulation import simulated_gpus
@@ -18,28 +18,19 @@ SIGNATURE = inspect.signature(SFTTrainer.__init__)
 
 
 def loads(folder):
-    for strategy in STRATEGIES:
-        for count, mib in GPUS:
-            max_memory = budgets(count, mib)
+    def call(strategy, max_memory):
+        asked = {**in_nf4(strategy, max_memory), DTYPE: "float16"}  # newer: else in float32
+        config = SFTConfig(
+            output_dir=tempfile.gettempdir(),
+            model_init_kwargs=asked,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+        )
+        with simulated_gpus():
+            trainer(folder, config)
 
-            def call(strategy=strategy, max_memory=max_memory):
-                asked = {
-                    "device_map": strategy,
-                    "max_memory": dict(max_memory),
-                    "quantization_config": nf4(),
-                    DTYPE: "float16",  # newer releases would load in float32
-                }
-                config = SFTConfig(
-                    output_dir=tempfile.gettempdir(),
-                    model_init_kwargs=asked,
-                    report_to=[],
-                    use_cpu=True,
-                    bf16=False,
-                )
-                with simulated_gpus():
-                    trainer(folder, config)
-
-            yield Load(f"{strategy} {count}x{mib}", call, PARTS, rooms(max_memory))
+    return on_all_gpus(call, PARTS)
 
 
 def trainer(folder, config):

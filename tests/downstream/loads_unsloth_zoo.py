@@ -9,7 +9,7 @@ os.environ["UNSLOTH_ZOO_DISABLE_GPU_INIT"] = "1"
 
 import bitsandbytes  # noqa: F401  # older ones put a stub there where it is not loaded
 import unsloth_zoo  # noqa: F401
-from tiny import GPUS, PARTS, STRATEGIES, Load, budgets, nf4, rooms
+from tiny import PARTS, in_nf4, on_all_gpus
 from transformers import AutoModelForCausalLM
 
 from bnb_dispatch_fix.planning.simulation import simulated_gpus
@@ -26,17 +26,8 @@ with contextlib.suppress(ImportError, AttributeError):  # older ones do not
 
 
 def loads(folder):
-    for strategy in STRATEGIES:
-        for count, mib in GPUS:
-            max_memory = budgets(count, mib)
+    def call(strategy, max_memory):
+        with simulated_gpus():
+            AutoModelForCausalLM.from_pretrained(folder, **in_nf4(strategy, max_memory))
 
-            def call(strategy=strategy, max_memory=max_memory):
-                with simulated_gpus():
-                    AutoModelForCausalLM.from_pretrained(
-                        folder,
-                        device_map=strategy,
-                        max_memory=dict(max_memory),
-                        quantization_config=nf4(),
-                    )
-
-            yield Load(f"{strategy} {count}x{mib}", call, PARTS, rooms(max_memory))
+    return on_all_gpus(call, PARTS)

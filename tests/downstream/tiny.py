@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple
+from functools import partial
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from bnb_dispatch_fix.planning.simulation import Planned, build_checkpoint
 
@@ -56,6 +57,26 @@ def budgets(count: int, mib: float) -> dict[Any, int]:
 def rooms(max_memory: Mapping[Any, int], share: float = 0.9) -> dict[int, int]:
     """What is left of each GPU; bitsandbytes takes a tenth."""
     return {gpu: int(size * share) for gpu, size in max_memory.items() if gpu != "cpu"}
+
+
+def on_all_gpus(
+    call: Callable[[str, dict[Any, int]], Any],
+    parts: Mapping[str, int],
+    *,
+    share: float = 0.9,
+    prefix: str = "",
+) -> Iterator[Load]:
+    """A load for each strategy and each set of GPUs; `call` takes the strategy and the budgets."""
+    for strategy in STRATEGIES:
+        for count, mib in GPUS:
+            max_memory = budgets(count, mib)
+            name = f"{prefix}{strategy} {count}x{mib}"
+            yield Load(name, partial(call, strategy, max_memory), parts, rooms(max_memory, share))
+
+
+def in_nf4(strategy: str, max_memory: dict[Any, int]) -> dict[str, Any]:
+    """What `from_pretrained` is asked for a model in 4-bit."""
+    return {"device_map": strategy, "max_memory": max_memory, "quantization_config": nf4()}
 
 
 def write_checkpoint(folder: Any) -> str:
